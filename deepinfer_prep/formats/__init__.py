@@ -1,0 +1,1 @@
+"""How each checkpoint family pairs a weight with its scale."""

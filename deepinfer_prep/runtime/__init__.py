@@ -1,0 +1,1 @@
+"""What serving code imports: loader, compiler set-up, compile backend and kernel dispatch."""

@@ -1,0 +1,1 @@
+"""The `deepinfer_neuron` torch.compile backend."""

@@ -1,0 +1,1 @@
+"""NKI kernels for Trainium2, each with a torch reference."""
