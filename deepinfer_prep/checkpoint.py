@@ -1,0 +1,274 @@
+"""A checkpoint on disk: the index and the headers, put together into tensors and where each lies.
+
+Only headers and small JSON files are read. A checkpoint that contradicts itself is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepinfer_prep.container import Header, TensorInfo, read_header
+from deepinfer_prep.errors import CheckpointError
+
+INDEX_SUFFIX = ".safetensors.index.json"
+SHARD_SUFFIX = ".safetensors"
+PREFERRED_INDEX = "model" + INDEX_SUFFIX
+
+_SKIPPED_FOLDERS = frozenset({".cache", ".git", ".huggingface", "__pycache__"})
+_PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".lock")
+_OTHER_WEIGHT_SUFFIXES = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What tells whether a file is still the one that was planned with."""
+
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """The state of a file now; links are followed."""
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file of the checkpoint."""
+
+    name: str
+    path: Path
+    state: FileState
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFile:
+    """A file that is copied as it is; `name` is its path relative to the checkpoint."""
+
+    name: str
+    path: Path
+    state: FileState
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All that headers and JSON files say about a checkpoint."""
+
+    root: Path
+    shards: tuple[Shard, ...]
+    tensors: Mapping[str, TensorInfo]
+    """Every tensor by name; the offsets are those in its own shard."""
+    shard_of: Mapping[str, int]
+    """Tensor name -> position in `shards`."""
+    config: Mapping[str, Any]
+    """config.json, or an empty map."""
+    others: tuple[OtherFile, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def quantization(self) -> Mapping[str, Any]:
+        """config.json's `quantization_config` (also looked for in `text_config`), or an empty map."""
+        for config in (self.config, self.config.get("text_config")):
+            if isinstance(config, dict) and isinstance(config.get("quantization_config"), dict):
+                return dict(config["quantization_config"])
+        return {}
+
+    def where(self, tensor: str) -> str:
+        """A tensor with its file, for messages."""
+        return f"{self.shards[self.shard_of[tensor]].path}: tensor {tensor!r}"
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read the headers of a checkpoint: a folder, or one .safetensors file.
+
+    Raises:
+        ContainerError: a file is not a well-formed safetensors file.
+        CheckpointError: files are missing, or the index and the shards disagree.
+        OSError: something cannot be read.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist. Give the folder of a checkpoint, or one .safetensors file.")
+    if path.is_file():
+        return _assemble(path.parent, [_read_shard(path)], {}, (), [])
+    index_name = _find_index(path)
+    weight_map = _read_index(path / index_name) if index_name else None
+    names = _shard_names(path, weight_map)
+    shards = [_read_shard(path / name) for name in names]
+    warnings = []
+    if weight_map is not None and index_name is not None:
+        _check_index(path / index_name, weight_map, shards)
+        warnings += _check_total_size(path / index_name, shards)
+    others, other_warnings = _find_others(path, set(names))
+    return _assemble(path, shards, _read_config(path), others, warnings + other_warnings)
+
+
+def _assemble(
+    root: Path, shards: list[Shard], config: Mapping[str, Any], others: tuple[OtherFile, ...], warnings: list[str]
+) -> Checkpoint:
+    tensors: dict[str, TensorInfo] = {}
+    shard_of: dict[str, int] = {}
+    for position, shard in enumerate(shards):
+        for tensor in shard.header.tensors:
+            if tensor.name in tensors:
+                raise CheckpointError(
+                    f"tensor {tensor.name!r} is in two files, {shards[shard_of[tensor.name]].path} and {shard.path}: "
+                    "which one is meant cannot be known. Move the files that do not belong to the checkpoint away, "
+                    "or add an index that names each tensor's file."
+                )
+            tensors[tensor.name] = tensor
+            shard_of[tensor.name] = position
+    return Checkpoint(root, tuple(shards), tensors, shard_of, config, others, tuple(warnings))
+
+
+def _read_shard(path: Path) -> Shard:
+    state = FileState.of(path)
+    return Shard(path.name, path, state, read_header(path))
+
+
+def _find_index(folder: Path) -> str | None:
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(INDEX_SUFFIX))
+    if PREFERRED_INDEX in names:
+        return PREFERRED_INDEX
+    if len(names) > 1:
+        raise CheckpointError(
+            f"{folder} holds several indexes and none is {PREFERRED_INDEX}: {', '.join(names)}. "
+            "Keep the one that belongs to the checkpoint."
+        )
+    return names[0] if names else None
+
+
+def _read_index(path: Path) -> Mapping[str, str]:
+    index = _read_json(path)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{path} has no `weight_map` from tensor names to file names. Fetch it again.")
+    for name in sorted(set(weight_map.values())):
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise CheckpointError(
+                f"{path} names the file {name!r}, but an index may name only plain files in its own folder."
+            )
+    return weight_map
+
+
+def _shard_names(folder: Path, weight_map: Mapping[str, str] | None) -> list[str]:
+    if weight_map is None:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(SHARD_SUFFIX))
+        if not names:
+            raise CheckpointError(
+                f"{folder} holds no .safetensors file. Give the folder that holds the checkpoint's shards."
+            )
+        return names
+    counts = Counter(weight_map.values())
+    missing = [name for name in sorted(counts) if not (folder / name).exists()]
+    if missing:
+        listed = "; ".join(f"{name} named by the index ({_tensors(counts[name])}) is missing" for name in missing[:10])
+        raise CheckpointError(
+            f"{folder}: {listed}; {len(counts) - len(missing)} of {len(counts)} shards present. "
+            "The download is not complete: fetch the missing files."
+        )
+    return sorted(counts)
+
+
+def _tensors(count: int) -> str:
+    return f"{count:,} tensor" + ("" if count == 1 else "s")
+
+
+def _check_index(path: Path, weight_map: Mapping[str, str], shards: list[Shard]) -> None:
+    found = {tensor.name: shard.name for shard in shards for tensor in shard.header.tensors}
+    absent = [name for name, shard in weight_map.items() if found.get(name) != shard]
+    if absent:
+        raise CheckpointError(
+            f"{path} names {_tensors(len(absent))} that the named shards do not hold: {_first(absent, weight_map)}. "
+            "The index belongs to other shards, or a shard was replaced: fetch both again."
+        )
+    unnamed = [name for name in found if name not in weight_map]
+    if unnamed:
+        raise CheckpointError(
+            f"{path} does not name {_tensors(len(unnamed))} that the shards hold: {_first(unnamed, found)}. "
+            "Loaders would miss them: fetch the index again, or add the names to it."
+        )
+
+
+def _first(names: list[str], shard_of: Mapping[str, str], most: int = 10) -> str:
+    listed = ", ".join(f"{name!r} ({shard_of[name]})" for name in names[:most])
+    return listed + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def _check_total_size(path: Path, shards: list[Shard]) -> list[str]:
+    metadata = _read_json(path).get("metadata")
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    actual = sum(shard.header.data_size for shard in shards)
+    if stated is None or stated in (actual, str(actual)):
+        return []
+    return [
+        f"{path} states a total_size of {stated} but the tensors take {actual:,} bytes; "
+        "loaders do not depend on it, and the index is copied as it is."
+    ]
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "config.json"
+    return _read_json(path) if path.exists() else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}). Fetch it again.") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object. Fetch it again.")
+    return value
+
+
+def _find_others(folder: Path, shard_names: set[str]) -> tuple[tuple[OtherFile, ...], list[str]]:
+    others: list[OtherFile] = []
+    left_out: list[str] = []
+    for name, path in _walk(folder, "", frozenset({folder.resolve()})):
+        if name in shard_names:
+            continue
+        if name.endswith(SHARD_SUFFIX) or name.endswith(_PARTIAL_SUFFIXES):
+            left_out.append(name)
+            continue
+        if not path.exists():
+            raise CheckpointError(f"{path} is a link to a file that is not there. Fetch it again, or remove the link.")
+        others.append(OtherFile(name, path, FileState.of(path)))
+    return tuple(others), _other_warnings(others, left_out)
+
+
+def _walk(folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[tuple[str, Path]]:
+    """Files below a folder, by relative name; links to folders are followed unless they lead upwards."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = folder / entry.name
+        if not entry.is_dir():
+            yield prefix + entry.name, path
+        elif entry.name not in _SKIPPED_FOLDERS and path.resolve() not in above:
+            yield from _walk(path, f"{prefix}{entry.name}/", above | {path.resolve()})
+
+
+def _other_warnings(others: list[OtherFile], left_out: list[str]) -> list[str]:
+    warnings = [
+        f"{name} is not copied: "
+        + (
+            "the index does not name it, and unconverted fp8 must not lie beside converted shards."
+            if name.endswith(SHARD_SUFFIX)
+            else "it is what an unfinished download leaves."
+        )
+        for name in left_out
+    ]
+    weights = [other for other in others if other.name.endswith(_OTHER_WEIGHT_SUFFIXES)]
+    if weights:
+        size = sum(other.state.size for other in weights)
+        warnings.append(
+            f"{len(weights)} files that may hold a second copy of the weights are copied as they are "
+            f"({size / 1e9:,.1f} GB), {weights[0].name} among them; remove them from the source if nobody needs them."
+        )
+    return warnings

@@ -1,0 +1,239 @@
+"""One safetensors file: parse and validate its header, and lay a new one out.
+
+The format (https://github.com/huggingface/safetensors, README "Format"): an unsigned 64-bit little-endian
+header length, a JSON object of that length, then the tensors' bytes, which tile the rest without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepinfer_prep.errors import ContainerError
+from deepinfer_prep.storage import RangeReader
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+"""Bits of one element for every dtype of safetensors 0.8."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library itself."""
+
+PREFIX_BYTES = 8
+_MAX_SIZE = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file; `start` and `end` are byte offsets from the start of the data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.end - self.start
+
+    @property
+    def elements(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A validated header: `tensors` are in the order of their bytes and tile the data section."""
+
+    tensors: tuple[TensorInfo, ...]
+    metadata: Mapping[str, str]
+    data_start: int
+    """Offset of the data section in the file: the length prefix and the JSON text."""
+
+    @property
+    def data_size(self) -> int:
+        """Bytes of the data section."""
+        return self.tensors[-1].end if self.tensors else 0
+
+
+def read_header(path: Path) -> Header:
+    """Read and validate the header of a safetensors file; tensor data is not touched.
+
+    Raises:
+        ContainerError: the file breaks a rule of the format; the message names it and the rule.
+        OSError: it cannot be opened or read.
+    """
+    with RangeReader(path) as file:
+        size = file.size()
+        text = _read_header_text(file, size)
+    return parse_header(text, size, str(path))
+
+
+def parse_header(text: bytes, file_size: int, path: str) -> Header:
+    """Validate a header's JSON text against the rules of the format and the size of its file.
+
+    Raises:
+        ContainerError: a rule is broken; `path` is named in the message.
+    """
+    entries = _parse_json(text, path)
+    metadata = _check_metadata(entries.pop("__metadata__", None), path)
+    tensors = sorted(
+        (_parse_tensor(name, entry, path) for name, entry in entries.items()),
+        key=lambda tensor: (tensor.start, tensor.end),
+    )
+    data_start = PREFIX_BYTES + len(text)
+    _check_tiling(tensors, file_size - data_start, data_start, path)
+    return Header(tuple(tensors), metadata, data_start)
+
+
+def encode_header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) -> bytes:
+    """The length prefix and JSON text of a file with these tensors, padded so that data starts 8-aligned."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for tensor in tensors:
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [tensor.start, tensor.end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(PREFIX_BYTES, "little") + text
+
+
+def tensor_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Size in bytes of a tensor whose elements fill whole bytes."""
+    return math.prod(shape) * DTYPE_BITS[dtype] // 8
+
+
+def _read_header_text(file: RangeReader, size: int) -> bytes:
+    if size < PREFIX_BYTES:
+        raise ContainerError(
+            f"{file.path} is {size} bytes long, too short for a safetensors file: the download is not complete. "
+            "Fetch it again."
+        )
+    prefix = bytearray(min(size, 64))
+    file.read_into(memoryview(prefix), 0)
+    length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
+    if length > size - PREFIX_BYTES or length > MAX_HEADER_BYTES:
+        raise ContainerError(_explain_bad_length(file.path, bytes(prefix), length, size))
+    text = bytearray(length)
+    file.read_into(memoryview(text), PREFIX_BYTES)
+    return bytes(text)
+
+
+def _explain_bad_length(path: Path, start: bytes, length: int, size: int) -> str:
+    if start.startswith(b"version https://git-lfs"):
+        return (
+            f"{path} is a Git LFS pointer of {size} bytes: the real file was not downloaded. "
+            "Run `git lfs pull` in the checkpoint's folder, or fetch the file again."
+        )
+    if start.lstrip()[:1] == b"<":
+        return f"{path} is an HTML or XML page, not a safetensors file: the download returned an error page. Fetch it again."
+    if length > MAX_HEADER_BYTES:
+        return (
+            f"{path} is not a safetensors file: its first 8 bytes give a header of {length:,} bytes, above the "
+            f"format's limit of {MAX_HEADER_BYTES:,}. It may be another format or a damaged download."
+        )
+    return (
+        f"{path} is cut off inside its header: expected at least {PREFIX_BYTES + length:,} bytes, found {size:,}. "
+        "Fetch it again."
+    )
+
+
+def _parse_json(text: bytes, path: str) -> dict[str, Any]:
+    try:
+        decoded = text.decode("utf-8")
+        entries = json.loads(decoded, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        # Escaped lone surrogates pass the JSON parser but are no text.
+        decoded if "\\u" not in decoded else json.dumps(entries, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise ContainerError(
+            f"{path} has a header that is not valid JSON text ({error}). It is damaged or not a safetensors file."
+        ) from None
+    if not isinstance(entries, dict):
+        raise ContainerError(f"{path} has a header that is not a JSON object. It is damaged or not a safetensors file.")
+    return entries
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} occurs twice, and which one is meant cannot be known")
+    return result
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _check_metadata(metadata: Any, path: str) -> Mapping[str, str]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ContainerError(f"{path} has a `__metadata__` that is not a map from text to text.")
+    return metadata
+
+
+def _parse_tensor(name: str, entry: Any, path: str) -> TensorInfo:
+    try:
+        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise ContainerError(
+            f"{path}: tensor {name!r} needs `dtype`, `shape` and two `data_offsets`; found {_short(entry)}."
+        ) from None
+    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
+        raise ContainerError(
+            f"{path}: tensor {name!r} has the unknown dtype {_short(dtype)}; known are {', '.join(DTYPE_BITS)}."
+        )
+    if not all(type(number) is int and 0 <= number < _MAX_SIZE for number in (*shape, start, end)):
+        raise ContainerError(
+            f"{path}: tensor {name!r} has a shape or offset that is not a whole number from 0 to 2^64 - 1: "
+            f"shape {_short(list(shape))}, offsets {_short([start, end])}."
+        )
+    size_bits = math.prod(shape) * bits
+    if size_bits % 8 or size_bits // 8 != end - start:
+        raise ContainerError(
+            f"{path}: tensor {name!r} of dtype {dtype} and shape {_short(list(shape))} takes {size_bits / 8:,.10g} "
+            f"bytes, but its offsets {start:,} to {end:,} give it {end - start:,}."
+        )
+    return TensorInfo(name, dtype, shape, start, end)
+
+
+def _check_tiling(tensors: list[TensorInfo], data_size: int, data_start: int, path: str) -> None:
+    position, before = 0, "the start of the data"
+    for tensor in tensors:
+        if tensor.start != position:
+            what = "overlaps" if tensor.start < position else "leaves a hole after"
+            raise ContainerError(
+                f"{path}: tensor {tensor.name!r} starts at byte {tensor.start:,} and {what} {before}, which ends at "
+                f"{position:,}. The file is damaged."
+            )
+        position, before = tensor.end, f"tensor {tensor.name!r}"
+    if position != data_size:
+        expected, found = data_start + position, data_start + data_size
+        difference = (
+            f"{expected - found:,} bytes missing" if found < expected else f"{found - expected:,} bytes too many"
+        )
+        raise ContainerError(
+            f"{path}: expected {expected:,} bytes, found {found:,}: {difference}. "
+            "The download or copy is not complete, or another program wrote to the file. Fetch it again."
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
