@@ -1,0 +1,35 @@
+"""The names of nki.isa. Anything else that is looked up here is refused by name."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from .. import rules
+from ..call import Engine as engine  # noqa: N813 - NKI's own spelling
+from ..context import refuse_name
+from ..registers import VirtualRegister
+from .control import register_alloc, register_load, register_move, register_store
+from .elementwise import reciprocal, scalar_tensor_tensor, tensor_scalar, tensor_tensor
+from .matmul import PerfMode as matmul_perf_mode  # noqa: N813
+from .matmul import nc_matmul, nc_transpose
+from .movement import DgeMode as dge_mode  # noqa: N813
+from .movement import OobMode as oob_mode  # noqa: N813
+from .movement import dma_copy, memset, tensor_copy
+from .reduction import ReduceCmd as reduce_cmd  # noqa: N813
+from .reduction import activation, activation_reduce, tensor_reduce
+
+_TRN3 = ("nc_matmul_mx", "quantize_mx", "activate2", "exponential", "topk")
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    refuse_name(rules.TRN2_ONLY if name in _TRN3 else rules.NOT_MODELLED, "nisa", name)
+
+
+__all__ = [
+    "VirtualRegister", "activation", "activation_reduce", "dge_mode", "dma_copy", "engine", "matmul_perf_mode",
+    "memset", "nc_matmul", "nc_transpose", "oob_mode", "reciprocal", "reduce_cmd", "register_alloc",
+    "register_load", "register_move", "register_store", "scalar_tensor_tensor", "tensor_copy", "tensor_reduce",
+    "tensor_scalar", "tensor_tensor",
+]  # fmt: skip

@@ -1,0 +1,65 @@
+"""Registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import geometry, hardware, rules
+from ..call import HBM, Call, Engine
+from ..errors import EmulatorError
+from ..memory import Buffer
+from ..registers import VirtualRegister
+from ..tensor import Tensor
+
+
+def register_alloc(x: int | None = None) -> VirtualRegister:
+    """A new register, empty or holding a constant."""
+    if x is not None and (type(x) is not int or not hardware.INT32_MIN <= x <= hardware.INT32_MAX):
+        Call("register_alloc").refuse(rules.REGISTER, "x", f"{x!r} is not an int32 constant")
+    return VirtualRegister(x)
+
+
+def _register(call: Call, role: str, value: Any) -> VirtualRegister:
+    if not isinstance(value, VirtualRegister):
+        call.refuse(rules.REGISTER, role, f"{type(value).__name__} is not a register")
+    return value
+
+
+def _element(call: Call, role: str, tensor: Tensor) -> None:
+    if geometry.count(tensor.shape) != 1 or tensor.dtype.name != "int32":
+        call.refuse(rules.REGISTER, role, f"{tensor.dtype} {tensor.shape}: one int32 element")
+
+
+def register_load(dst: Any, src: Any) -> None:
+    """Load one int32 element of SBUF or HBM into a register."""
+    call = Call("register_load")
+    register = _register(call, "dst", dst)
+    source = call.source("src", src, (*HBM, Buffer.sbuf))
+    _element(call, "src", source)
+    if call.options.arithmetic:
+        register.set(call.op, int(source.array().reshape(-1)[0]))
+    elif call.options.loaded_register is None:
+        raise EmulatorError("register_load in a run without arithmetic: set Options.loaded_register")
+    else:
+        register.set(call.op, call.options.loaded_register)
+    call.finish(Engine.sync, 1)
+
+
+def register_move(dst: Any, src: Any) -> None:
+    """Copy one register to another."""
+    call = Call("register_move")
+    _register(call, "dst", dst).set(call.op, _register(call, "src", src).value)
+    call.finish(Engine.sync, 1)
+
+
+def register_store(dst: Any, src: Any) -> None:
+    """Store a register into one int32 element of SBUF or HBM."""
+    call = Call("register_store")
+    out = call.destination("dst", dst, (*HBM, Buffer.sbuf))
+    _element(call, "dst", out)
+    value = _register(call, "src", src).value
+    if call.options.arithmetic:
+        out.array()[...] = np.int32(value)
+    call.finish(Engine.sync, 1)

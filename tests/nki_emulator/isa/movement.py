@@ -1,0 +1,111 @@
+"""dma_copy, tensor_copy, memset and the other instructions that move bits."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from .. import geometry, rules
+from ..call import HBM, Call, Engine, free_elements
+from ..dtypes import DType
+from ..memory import Buffer
+from ..numeric import Array, constant_f32, constant_int, to_dtype
+from ..tensor import Tensor
+
+
+class DgeMode(Enum):
+    """nisa.dge_mode."""
+
+    unknown = "unknown"
+    swdge = "swdge"
+    hwdge = "hwdge"
+    none = "none"
+
+
+class OobMode(Enum):
+    """nisa.oob_mode."""
+
+    error = "error"
+    skip = "skip"
+
+
+_DMA = (*HBM, Buffer.sbuf)
+
+
+def dma_copy(
+    dst: Any,
+    src: Any,
+    priority: None = None,
+    oob_mode: Any = OobMode.error,
+    dge_mode: Any = DgeMode.unknown,
+    engine: Any = Engine.unknown,
+    name: str | None = None,
+) -> None:
+    """dst = src between HBM and SBUF, elements in row-major order; casts through fp32 if the types differ."""
+    call = Call("dma_copy")
+    for role, tensor in (("src", src), ("dst", dst)):
+        if isinstance(tensor, Tensor) and tensor.buffer is Buffer.psum:
+            call.refuse(rules.DMA_NO_PSUM, role, "in PSUM")
+    dynamic = any(isinstance(t, Tensor) and t.is_indirect() for t in (src, dst))
+    source, out = call.source("src", src, _DMA), call.destination("dst", dst, _DMA)
+    call.check_overlap()
+    if geometry.count(source.shape) != geometry.count(out.shape):
+        call.refuse(rules.DMA_COUNT, "src", f"{source.shape} into {out.shape}")
+    cast = source.dtype != out.dtype
+    _check_dma_mode(call, priority, oob_mode, dge_mode, engine, cast)
+    if call.options.arithmetic:
+        call.move("dst", out, "src", source)
+    call.finish(Engine.dma, free_elements(out), dge=dge_mode.value, cast=cast, dynamic=dynamic)
+
+
+def _check_dma_mode(call: Call, priority: Any, oob_mode: Any, dge_mode: Any, engine: Any, cast: bool) -> None:
+    if not isinstance(dge_mode, DgeMode) or not isinstance(oob_mode, OobMode) or not isinstance(engine, Engine):
+        call.refuse(rules.ENUMS, "dge_mode", f"{dge_mode!r}, {oob_mode!r}, {engine!r}")
+    if priority is not None:
+        call.refuse(rules.DMA_MODE, "priority", "needs trn3")
+    if oob_mode is not OobMode.error:
+        call.refuse(rules.NOT_MODELLED, "oob_mode", "skip")
+    if cast and dge_mode is DgeMode.hwdge:
+        call.refuse(rules.DMA_MODE, "dge_mode", "hwdge with a cast")
+    if engine is not Engine.unknown and (dge_mode is not DgeMode.hwdge or engine not in (Engine.sync, Engine.scalar)):
+        call.refuse(rules.DMA_MODE, "engine", f"{engine.value} with dge_mode {dge_mode.value}")
+
+
+def tensor_copy(dst: Any, src: Any, engine: Any = Engine.unknown, name: str | None = None) -> None:
+    """dst = src on chip: bits if the types agree, through fp32 otherwise."""
+    call = Call("tensor_copy")
+    source, out = call.source("src", src), call.destination("dst", dst)
+    call.check_geometry()
+    call.same_shape(out, ("src", source))
+    chosen = call.engine(engine, (Engine.vector, Engine.scalar, Engine.gpsimd), Engine.vector)
+    if call.options.arithmetic:
+        call.move("dst", out, "src", source)
+    call.finish(chosen, free_elements(out))
+
+
+def memset(dst: Any, value: Any, engine: Any = Engine.unknown, name: str | None = None) -> None:
+    """Fill dst with a constant of its kind."""
+    call = Call("memset")
+    out = call.destination("dst", dst)
+    call.check_geometry()
+    chosen = call.engine(engine, (Engine.vector, Engine.gpsimd), Engine.vector)
+    wanted: type = int if out.dtype.is_int else float
+    if type(value) is not wanted:
+        call.refuse(rules.MEMSET_VALUE, "value", f"{value!r} ({type(value).__name__}) into {out.dtype}")
+    constant = _exact_constant(call, value, out.dtype)
+    if call.options.arithmetic:
+        out.array()[...] = constant
+    call.finish(chosen, free_elements(out))
+
+
+def _exact_constant(call: Call, value: Any, dtype: DType) -> Array:
+    """The constant in dst's type, which must hold it (a Python float may round to fp32)."""
+    if dtype.is_int:
+        return constant_int(value, dtype, call.op, "value")
+    fp32 = np.asarray(constant_f32(value, call.op, "value"))
+    result = to_dtype(fp32, dtype, call.options, call.op, "value")
+    if dtype.name != "float32" and result.astype(np.float32) != fp32 and not np.isnan(fp32):
+        call.refuse(rules.CONSTANT, "value", f"{value!r} is not a {dtype} value")
+    return result

@@ -1,0 +1,184 @@
+"""tensor_reduce on VectorE, activation and its accumulator registers on ScalarE."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from .. import hardware, rules
+from ..call import Call, Engine, free_elements
+from ..numeric import F32, constant_f32, flush
+from ..operators import ACTIVATIONS, BITVEC, BITVEC_REDUCING, REDUCING, Activation, alu_name, op_name
+from ..tensor import Tensor
+
+
+class ReduceCmd(Enum):
+    """nisa.reduce_cmd."""
+
+    idle = "idle"
+    reset = "reset"
+    reduce = "reduce"
+    reset_reduce = "reset_reduce"
+    load_reduce = "load_reduce"
+
+
+_UFUNCS: dict[str, np.ufunc] = {
+    "add": np.add, "multiply": np.multiply, "maximum": np.maximum, "minimum": np.minimum,
+}  # fmt: skip
+
+
+def reduce_f32(alu: str, values: F32, axes: tuple[int, ...]) -> F32:
+    """fp32 reduction over the last axes (subtract: the first element less all others)."""
+    if alu == "subtract":
+        flat = values.reshape((*values.shape[: axes[0]], -1))
+        return np.asarray(flat[..., 0] - np.add.reduce(flat[..., 1:], axis=-1, dtype=np.float32), np.float32)
+    return np.asarray(_UFUNCS[alu].reduce(values, axis=axes, dtype=np.float32), np.float32)
+
+
+def tensor_reduce(
+    dst: Any, op: Any, data: Any, axis: Any, negate: bool = False, keepdims: bool = False, name: str | None = None
+) -> None:
+    """dst = reduction of data over its trailing free axes, times -1 if `negate`."""
+    call = Call("tensor_reduce")
+    source, out = call.source("data", data), call.destination("dst", dst)
+    call.check_geometry()
+    alu = alu_name(call.op, "op", op)
+    if alu not in REDUCING and alu not in BITVEC_REDUCING:
+        call.refuse(rules.REDUCE_OP, "op", f"nl.{alu}")
+    axes = _axes(call, axis, source.ndim)
+    kept = source.shape[: axes[0]] + ((1,) * len(axes) if keepdims else ())
+    allowed = {kept, (*kept, 1)} if axes[0] == 1 and not keepdims else {kept}
+    if out.shape not in allowed:
+        call.refuse(rules.SAME_SHAPE, "dst", f"shape {out.shape}, expected {kept}")
+    if alu in BITVEC_REDUCING:
+        if negate or not source.dtype.is_int or source.dtype != out.dtype:
+            call.refuse(rules.BITVEC, "data", f"{source.dtype} to {out.dtype}, negate={negate}")
+        if call.options.arithmetic:
+            ufunc: Any = BITVEC[alu]
+            out.array()[...] = ufunc.reduce(source.array().reshape((*source.shape[: axes[0]], -1)), axis=-1).reshape(
+                out.shape
+            )
+    elif call.options.arithmetic:
+        with np.errstate(all="ignore"):
+            result = reduce_f32(alu, call.f32("data", source), axes)
+            call.store("dst", out, -result if negate else result)
+    call.finish(Engine.vector, free_elements(source), alu=alu)
+
+
+def _axes(call: Call, axis: Any, rank: int) -> tuple[int, ...]:
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    expected = tuple(range(rank - len(axes), rank))
+    if not axes or axes != expected or axes[0] < 1:
+        call.refuse(rules.REDUCE_AXES, "axis", f"{axis} of {rank} dimensions")
+    return axes
+
+
+def activation(
+    dst: Any,
+    op: Any,
+    data: Any,
+    bias: Any = None,
+    scale: Any = 1.0,
+    reduce_op: Any = None,
+    reduce_res: Any = None,
+    reduce_cmd: Any = ReduceCmd.idle,
+    name: str | None = None,
+) -> None:
+    """dst = op(data * scale + bias) on ScalarE, with an optional sum over the free elements."""
+    call = Call("activation")
+    source, out = call.source("data", data), call.destination("dst", dst)
+    function = _function(call, op)
+    factor = _scale(call, scale, source)
+    shift = _bias(call, bias, source)
+    result = _reduction(call, source, reduce_op, reduce_res, reduce_cmd)
+    call.check_geometry()
+    call.same_shape(out, ("data", source))
+    if call.options.arithmetic:
+        with np.errstate(all="ignore"):
+            values = _activate(call, function, source, factor, shift)
+            call.store("dst", out, values)
+            sums = _accumulate(call, values, reduce_cmd)
+            if result is not None:
+                call.store("reduce_res", result, sums)
+    call.finish(Engine.scalar, free_elements(source), function=op.name, reads_out=result is not None)
+
+
+def activation_reduce(
+    dst: Any,
+    op: Any,
+    data: Any,
+    reduce_op: Any,
+    reduce_res: Any,
+    bias: Any = None,
+    scale: Any = 1.0,
+    name: str | None = None,
+) -> None:
+    """activation with reduce_cmd=reset_reduce."""
+    activation(dst, op, data, bias, scale, reduce_op, reduce_res, ReduceCmd.reset_reduce)
+
+
+def _function(call: Call, op: Any) -> Activation:
+    name = op_name(call.op, "op", op)
+    if name not in ACTIVATIONS:
+        call.refuse(rules.ACTIVATION, "op", f"nl.{name}")
+    call.program.activations.add(name)
+    if len(call.program.activations) > hardware.MAX_ACTIVATION_FUNCTIONS:
+        call.refuse(rules.ACTIVATION_COUNT, "op", ", ".join(sorted(call.program.activations)))
+    return ACTIVATIONS[name]
+
+
+def _scale(call: Call, scale: Any, data: Tensor) -> Tensor | np.float32:
+    if isinstance(scale, Tensor):
+        return call.per_partition("scale", scale, data)
+    return constant_f32(scale, call.op, "scale")
+
+
+def _bias(call: Call, bias: Any, data: Tensor) -> Tensor | np.float32:
+    if isinstance(bias, Tensor):
+        return call.per_partition("bias", bias, data, any_dtype=True)
+    return constant_f32(0.0 if bias is None else bias, call.op, "bias")
+
+
+def _reduction(call: Call, data: Tensor, reduce_op: Any, reduce_res: Any, cmd: Any) -> Tensor | None:
+    if not isinstance(cmd, ReduceCmd):
+        call.refuse(rules.ENUMS, "reduce_cmd", f"{cmd!r}")
+    sums = cmd in (ReduceCmd.reduce, ReduceCmd.reset_reduce)
+    if cmd is ReduceCmd.load_reduce:
+        call.refuse(rules.REDUCE_CMD, "reduce_cmd", "load_reduce is VectorE's")
+    if sums and (reduce_op is None or op_name(call.op, "reduce_op", reduce_op) != "add"):
+        call.refuse(rules.REDUCE_CMD, "reduce_op", f"{reduce_op!r}: nl.add")
+    if not sums and (reduce_op is not None or reduce_res is not None):
+        call.refuse(rules.REDUCE_CMD, "reduce_res", f"with reduce_cmd {cmd.value}")
+    if reduce_res is None:
+        return None
+    result = call.destination("reduce_res", reduce_res)
+    if result.shape != (data.shape[0], 1):
+        call.refuse(rules.SAME_SHAPE, "reduce_res", f"shape {result.shape}, expected {(data.shape[0], 1)}")
+    return result
+
+
+def _activate(call: Call, function: Activation, source: Tensor, scale: Any, bias: Any) -> F32:
+    column = (-1,) + (1,) * (source.ndim - 1)
+    factor = call.f32("scale", scale).reshape(column) if isinstance(scale, Tensor) else scale
+    shift = call.f32("bias", bias).reshape(column) if isinstance(bias, Tensor) else bias
+    values = np.asarray(call.f32("data", source) * factor + shift, np.float32)
+    checked = np.abs(values) if function.both_signs else values
+    outside = ~((checked >= function.low) & (checked <= function.high)) & ~np.isnan(checked)
+    if outside.any():
+        found = f"input {float(values[outside].flat[0])!r}, valid {function.low!r} to {function.high!r}"
+        call.refuse(rules.ACTIVATION_RANGE, "data", found)
+    return flush(function.function(values), call.options)
+
+
+def _accumulate(call: Call, values: F32, cmd: ReduceCmd) -> F32:
+    """The accumulator registers after this instruction: one sum a partition."""
+    registers = call.program.registers.get("scalar", np.zeros((hardware.PARTITIONS, 1), np.float32))
+    if cmd in (ReduceCmd.reset, ReduceCmd.reset_reduce):
+        registers = np.zeros_like(registers)
+    rows = values.shape[0]
+    if cmd in (ReduceCmd.reduce, ReduceCmd.reset_reduce):
+        registers[:rows] += reduce_f32("add", values.reshape(rows, -1), (1,))[:, None]
+    call.program.registers["scalar"] = registers
+    return np.asarray(registers[:rows], np.float32)

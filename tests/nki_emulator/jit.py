@@ -1,0 +1,181 @@
+"""nki.jit and the launch of a kernel over its programs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import dtypes, hardware, rules
+from .context import Options, Program, SharedMemory, activate, refuse, running
+from .errors import EmulatorError
+from .memory import HOST, OTHER, PROGRAM, UNWRITTEN, Buffer, Memory, Storage, from_host
+from .record import Instruction
+from .tensor import Tensor, whole
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and type of an argument, without data: for a run without arithmetic."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """An nl type's name, e.g. "bfloat16"."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch left behind."""
+
+    outputs: tuple[Array, ...]
+    """The results; empty arrays after a run without arithmetic."""
+    single: bool
+    """Whether the kernel returned one tensor rather than a tuple."""
+    instructions: tuple[Instruction, ...]
+    sbuf_peak: int
+    """Most SBUF bytes a partition in use at once, over the programs."""
+    psum_peak: int
+    """Most PSUM banks in use at once."""
+
+
+class Kernel:
+    """A function decorated with nki.jit."""
+
+    def __init__(self, function: Callable[..., Any], grid: int | None = None) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.grid = grid
+
+    def __getitem__(self, grid: Any) -> Kernel:
+        if type(grid) is not int or not 1 <= grid <= hardware.MAX_PROGRAMS:
+            refuse(rules.GRID, self.function.__name__, "grid", f"{grid!r}")
+        return Kernel(self.function, grid)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run with default options and return the results as NumPy arrays."""
+        if running():
+            refuse(rules.NO_NESTED_KERNEL, self.function.__name__, "", "called from inside another kernel")
+        result = launch(self, args, kwargs, Options())
+        return result.outputs[0] if result.single else result.outputs
+
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Decorator of a kernel's entry function."""
+    if options:
+        refuse(rules.NOT_MODELLED, "nki.jit", "", f"options {sorted(options)} were removed in NKI 0.3")
+    if function is None:
+        return jit
+    _check_signature(function)
+    return Kernel(function)
+
+
+def _check_signature(function: Callable[..., Any]) -> None:
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            found = f"parameter {parameter.name} is {parameter.kind.description}"
+            refuse(rules.KERNEL_ARGUMENTS, function.__name__, parameter.name, found)
+
+
+def launch(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Launch:
+    """Run every program of a kernel, one after the other, and collect results and record."""
+    count = kernel.grid or 1
+    bound = inspect.signature(kernel.function).bind(*args, **kwargs)
+    name = kernel.function.__name__
+    values = {key: _argument(name, key, value, options) for key, value in bound.arguments.items()}
+    shared, programs, returned = SharedMemory(), [], []
+    for index in range(count):
+        program = Program(options, index, count, 0 if kernel.grid is None else 1, Memory(), shared)
+        activate(program)
+        try:
+            returned.append(_results(name, kernel.function(**values)))
+        finally:
+            activate(None)
+        programs.append(program)
+    _check_programs(name, programs, returned)
+    storages, single = returned[0]
+    for position, storage in enumerate(storages):
+        _check_complete(name, position, storage)
+    return Launch(
+        outputs=tuple(_to_host(storage) for storage in storages),
+        single=single,
+        instructions=tuple(i for program in programs for i in program.instructions),
+        sbuf_peak=max(program.memory.sbuf_peak for program in programs),
+        psum_peak=max(program.memory.psum_peak for program in programs),
+    )
+
+
+def _argument(kernel: str, name: str, value: Any, options: Options) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_argument(kernel, name, item, options) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        if type(value) is int and not hardware.INT32_MIN <= value <= hardware.INT32_MAX:
+            refuse(rules.CONSTANT, kernel, name, f"{value} is not a 32-bit int")
+        return value
+    if isinstance(value, TensorSpec):
+        return _specified(kernel, name, value, options)
+    if not isinstance(value, np.ndarray) or value.ndim == 0:
+        refuse(rules.KERNEL_ARGUMENTS, kernel, name, f"{type(value).__name__}")
+    dtype = dtypes.from_numpy(value.dtype)
+    if dtype is None:
+        rule = rules.NO_FN_TENSOR if value.dtype.name == "float8_e4m3fn" else rules.DTYPE
+        refuse(rule, kernel, name, f"array of {value.dtype}")
+    return whole(from_host(value, dtype))
+
+
+def _specified(kernel: str, name: str, spec: TensorSpec, options: Options) -> Tensor:
+    if options.arithmetic:
+        raise EmulatorError(f"{kernel}: {name}: a TensorSpec has no data: run with Options(arithmetic=False)")
+    dtype = getattr(dtypes, spec.dtype, None)
+    if not isinstance(dtype, dtypes.DType) or dtype.kind == "refused":
+        refuse(rules.DTYPE, kernel, name, f"{spec.dtype!r}")
+    return whole(Storage(Buffer.shared_hbm, spec.shape, dtype, writer=HOST))
+
+
+def _results(kernel: str, value: Any) -> tuple[list[Storage], bool]:
+    single = not isinstance(value, tuple | list)
+    tensors = [value] if single else list(value)
+    for position, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            refuse(rules.RESULT, kernel, f"result {position}", f"{type(tensor).__name__}")
+        entire = whole(tensor.storage)
+        same = (tensor.shape, tensor.strides, tensor.offset) == (entire.shape, entire.strides, 0)
+        if (
+            tensor.buffer is not Buffer.shared_hbm
+            or tensor.storage.read_only
+            or not same
+            or tensor.dtype != entire.dtype
+        ):
+            refuse(rules.RESULT, kernel, f"result {position}", f"{tensor.shape} view in {tensor.buffer.value}")
+    return [tensor.storage for tensor in tensors], single
+
+
+def _check_programs(kernel: str, programs: list[Program], returned: list[tuple[list[Storage], bool]]) -> None:
+    for program, (storages, _) in zip(programs[1:], returned[1:], strict=True):
+        if [id(s) for s in storages] != [id(s) for s in returned[0][0]]:
+            refuse(rules.SAME_STRUCTURE, kernel, "results", "the programs return different tensors")
+        if program.trips != programs[0].trips:
+            found = f"{programs[0].trips} in program 0, {program.trips} in program {program.index}"
+            refuse(rules.SAME_CONTROL_FLOW, kernel, "", found)
+
+
+def _check_complete(kernel: str, position: int, storage: Storage) -> None:
+    tensor = whole(storage)
+    if storage.marks.read(tensor.byte_view())[0] == UNWRITTEN:
+        refuse(rules.RESULT_UNWRITTEN, kernel, f"result {position}", f"{storage.shape} {storage.dtype} is incomplete")
+
+
+def _to_host(storage: Storage) -> Array:
+    if storage.data is None:
+        return np.empty(0, storage.dtype.numpy)
+    array: Array = storage.data.view(storage.dtype.numpy).reshape(storage.shape)
+    return array.view(np.bool_) if storage.dtype.name == "bool_" else array
+
+
+__all__ = ["OTHER", "PROGRAM", "Kernel", "Launch", "TensorSpec", "jit", "launch"]

@@ -1,0 +1,116 @@
+"""The names of nki.language. Anything else that is looked up here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from . import dtypes, hardware, rules
+from .call import Call, Engine, free_elements
+from .context import current, refuse, refuse_name
+from .dtypes import DType
+from .loops import fori_loop, while_loop
+from .memory import OTHER, Buffer
+from .operators import OPS
+from .tensor import DynamicSlice, Tensor, new_tensor, whole
+
+sbuf = Buffer.sbuf
+psum = Buffer.psum
+shared_hbm = Buffer.shared_hbm
+private_hbm = Buffer.private_hbm
+hbm = Buffer.private_hbm
+
+
+class NKIObject:
+    """Base of the plain classes a kernel may use."""
+
+
+class tile_size:  # noqa: N801 - NKI's own spelling
+    """Sizes a kernel may ask for."""
+
+    pmax = hardware.PARTITIONS
+    gemm_stationary_fmax = hardware.STATIONARY_FREE_MAX
+    gemm_moving_fmax = hardware.MOVING_FREE_MAX
+    bn_stats_fmax = hardware.BN_STATS_FREE_MAX
+    psum_bank_fmax = hardware.PSUM_BANK_BYTES // 4
+    psum_bank_fmax_bytes = hardware.PSUM_BANK_BYTES
+    psum_num_banks = hardware.PSUM_BANKS
+    sbuf_fmax_bytes = hardware.SBUF_BYTES_PER_PARTITION
+    sbuf_fmax = hardware.SBUF_BYTES_PER_PARTITION // 4
+    sbuf_size_bytes = hardware.SBUF_BYTES_PER_PARTITION * hardware.PARTITIONS
+
+
+def ndarray(shape: Any, dtype: Any, buffer: Any = Buffer.sbuf, name: str = "", address: None = None) -> Tensor:
+    """A new tensor. Its elements are not initialised."""
+    if address is not None:
+        refuse(rules.NOT_MODELLED, "nl.ndarray", "address", "manual placement: allocation is automatic here")
+    return new_tensor(shape, dtype, buffer)
+
+
+def ds(start: int, size: int) -> DynamicSlice:
+    """The slice start : start + size."""
+    return DynamicSlice(start, size)
+
+
+def program_id(axis: int) -> int:
+    """Index of the running program."""
+    if axis != 0:
+        refuse(rules.GRID, "nl.program_id", "axis", f"{axis!r}: the grid has one axis")
+    return current().index
+
+
+def num_programs(axes: int | None = None) -> int:
+    """Number of programs of the launch."""
+    if axes not in (None, 0):
+        refuse(rules.GRID, "nl.num_programs", "axes", f"{axes!r}: the grid has one axis")
+    return current().count
+
+
+def program_ndim() -> int:
+    """1 if the kernel was launched with a grid, else 0."""
+    return current().ndim
+
+
+def static_range(start: int, stop: int | None = None, step: int = 1) -> range:
+    """A plain unrolled range."""
+    return range(start) if stop is None else range(start, stop, step)
+
+
+def shared_identity_matrix(n: int, dtype: Any = dtypes.uint8) -> Tensor:
+    """The n x n identity in SBUF; one copy per program and type."""
+    program = current()
+    key = n, str(dtype)
+    if key not in program.identities:
+        tensor = new_tensor((n, n), dtype, Buffer.sbuf)
+        if program.options.arithmetic:
+            tensor.array()[...] = np.eye(n).astype(tensor.dtype.numpy)
+        tensor.storage.marks.write(tensor.byte_view(), OTHER)
+        program.identities[key] = tensor.storage
+        if program.scopes:
+            program.scopes[-1].remove(tensor.storage)
+        call = Call("shared_identity_matrix")
+        call.source("constant", tensor)
+        call.finish(Engine.dma, free_elements(tensor))
+    return whole(program.identities[key])
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    dtype = getattr(dtypes, name, None)
+    if isinstance(dtype, DType):
+        return dtype
+    if name in OPS:
+        return OPS[name]
+    return _refuse(name)
+
+
+def _refuse(name: str) -> NoReturn:
+    refuse_name(rules.NOT_MODELLED, "nl", name)
+
+
+__all__ = [
+    "NKIObject", "ds", "fori_loop", "hbm", "ndarray", "num_programs", "private_hbm", "program_id", "program_ndim",
+    "psum", "sbuf", "shared_hbm", "shared_identity_matrix", "static_range", "tile_size", "while_loop",
+]  # fmt: skip

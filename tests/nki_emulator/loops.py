@@ -1,0 +1,84 @@
+"""Dynamic loops (aws-neuron-sdk docs: nki/deep-dives/nki-dynamic-loops)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import hardware, rules
+from .context import Program, current, location, refuse
+from .record import Instruction
+from .registers import VirtualRegister
+
+
+def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], None], step: int = 1) -> None:
+    """Run body_fun(i) for i = lower, lower + step, ... below upper. Bounds may be registers."""
+    first, last = _bound("lower", lower), _bound("upper", upper)
+    if type(step) is not int or step < 1:
+        refuse(rules.LOOP_BOUNDS, "fori_loop", "step", f"{step!r}")
+
+    def trip(index: int) -> None:
+        if body_fun(VirtualRegister(index, frozen=True)) is not None:  # type: ignore[func-returns-value]
+            refuse(rules.LOOP_BODY, "fori_loop", "body_fun", "returns a value")
+
+    _run("fori_loop", iter(range(first, last, step)), trip)
+
+
+def while_loop(init_reg: Any, body_fun: Callable[[VirtualRegister], VirtualRegister]) -> None:
+    """Run body_fun(r) while its register, at first init_reg, is not 0."""
+    if not isinstance(init_reg, VirtualRegister):
+        refuse(rules.LOOP_BOUNDS, "while_loop", "init_reg", f"{type(init_reg).__name__} is not a register")
+    register = init_reg
+
+    def trip(_: int) -> None:
+        nonlocal register
+        result: Any = body_fun(register)
+        if not isinstance(result, VirtualRegister):
+            refuse(rules.LOOP_BODY, "while_loop", "body_fun", "must return the next condition register")
+        register = result
+
+    def pending() -> Any:
+        index = 0
+        while register.value != 0:
+            yield index
+            index += 1
+
+    _run("while_loop", pending(), trip)
+
+
+def _bound(role: str, value: Any) -> int:
+    if isinstance(value, VirtualRegister):
+        return value.value
+    if type(value) is not int or not hardware.INT32_MIN <= value <= hardware.INT32_MAX:
+        refuse(rules.LOOP_BOUNDS, "fori_loop", role, f"{value!r}")
+    return value
+
+
+def _run(op: str, indices: Any, trip: Callable[[int], None]) -> None:
+    """All trips of one loop: each in its own scope, each issuing the same instructions."""
+    program = current()
+    where = f"{op} at {location()}"
+    program.loops.append(0)
+    issued: list[tuple[Any, ...]] | None = None
+    trips = 0
+    for index in indices:
+        program.loops[-1] = trips
+        start = len(program.instructions)
+        program.scopes.append([])
+        trip(index)
+        _close_scope(program)
+        signature = [_signature(instruction) for instruction in program.instructions[start:]]
+        if program.options.arithmetic and issued is not None and signature != issued:
+            refuse(rules.LOOP_BODY, op, "body_fun", f"trip {trips} issues other instructions than trip 0")
+        issued, trips = signature, trips + 1
+    program.loops.pop()
+    program.trips.append((where, trips))
+
+
+def _close_scope(program: Program) -> None:
+    for storage in program.scopes.pop():
+        storage.dead = True
+
+
+def _signature(instruction: Instruction) -> tuple[Any, ...]:
+    return (instruction.op, instruction.engine, instruction.operands, instruction.flags, instruction.location)

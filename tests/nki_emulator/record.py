@@ -1,0 +1,68 @@
+"""The instruction record: one frozen entry for every instruction a program issues."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor operand as an engine sees it."""
+
+    role: str
+    buffer: str
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    partitions: int
+    """Partitions it spans; 1 for HBM, which has none."""
+    elements: int
+    """Elements a partition (all elements, for HBM)."""
+    run_bytes: int
+    """Bytes of its longest contiguous run within a partition: what one DMA descriptor element can move."""
+    inner_step: int
+    """Element step of the innermost dimension longer than 1."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes over all partitions."""
+        return self.partitions * self.elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction: who runs it, on what, and the flags that change its cost.
+
+    `elements` is the number of elements a partition that the engine streams (for a matmul: the moving free size N);
+    `flags` holds (name, value) pairs such as ("K", "128") or ("accumulate", "True").
+    """
+
+    op: str
+    engine: str
+    program: int
+    operands: tuple[Operand, ...]
+    elements: int
+    flags: tuple[tuple[str, str], ...]
+    loops: tuple[int, ...]
+    """Trips so far of the dynamic loops around it, outermost first; empty outside any."""
+    location: str
+
+    def operand(self, role: str) -> Operand:
+        """The operand of that role. Raises KeyError if there is none."""
+        for operand in self.operands:
+            if operand.role == role:
+                return operand
+        raise KeyError(f"{self.op} has no operand {role!r}")
+
+    def flag(self, name: str, default: str = "") -> str:
+        """The value of one flag."""
+        return dict(self.flags).get(name, default)
+
+    @property
+    def reads(self) -> tuple[Operand, ...]:
+        return tuple(o for o in self.operands if o.role not in ("dst", "reduce_res"))
+
+
+def count(instructions: tuple[Instruction, ...] | list[Instruction], op: str) -> int:
+    """How many instructions of one name were issued, over all programs."""
+    return sum(instruction.op == op for instruction in instructions)
