@@ -139,7 +139,10 @@ def _explain_bad_length(path: Path, start: bytes, length: int, size: int) -> str
             "Run `git lfs pull` in the checkpoint's folder, or fetch the file again."
         )
     if start.lstrip()[:1] == b"<":
-        return f"{path} is an HTML or XML page, not a safetensors file: the download returned an error page. Fetch it again."
+        return (
+            f"{path} is an HTML or XML page, not a safetensors file: the download returned an error page. "
+            "Fetch it again."
+        )
     if length > MAX_HEADER_BYTES:
         return (
             f"{path} is not a safetensors file: its first 8 bytes give a header of {length:,} bytes, above the "

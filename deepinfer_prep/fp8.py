@@ -87,6 +87,18 @@ class CodeCounts:
         return CodeCounts(self.rounded + other.rounded, self.nan + other.nan, self.misread + other.misread)
 
 
+class NoExactResultError(ArithmeticError):
+    """An operation has no exact finite result for one element.
+
+    `index` is the element's position in the array that was passed, `problem` a sentence part about its value.
+    """
+
+    def __init__(self, index: int, problem: str) -> None:
+        self.index = index
+        self.problem = problem
+        super().__init__(f"element {index} {problem}")
+
+
 def halve(codes: U8, out: U8) -> None:
     """Write the half of every e4m3fn code of `codes` to `out` (same length, contiguous; may be `codes`)."""
     _translate(codes, HALVE, out)
@@ -96,12 +108,12 @@ def double_e8m0(codes: U8, out: U8) -> None:
     """Write the double of every e8m0 byte of `codes` to `out` (same length, contiguous; may be `codes`).
 
     Raises:
-        OverflowError: a byte is 254 (2^127 cannot be doubled) or 255 (NaN); `out` is then unspecified.
+        NoExactResultError: a byte is 254 (2^127 cannot be doubled) or 255 (NaN); `out` is then unspecified.
     """
     if codes.size and int(codes.max()) >= 254:
         index = int(np.argmax(codes >= 254))
         found = "255 (NaN)" if codes[index] == 255 else "254 (2^127)"
-        raise OverflowError(f"element {index} is the e8m0 byte {found}, which has no double")
+        raise NoExactResultError(index, f"is the e8m0 byte {found}, which has no double")
     _translate(codes, DOUBLE_E8M0, out)
 
 
@@ -114,14 +126,14 @@ def double_float(values: U8, dtype: str, out: U8) -> None:
         out: as long as `values`; may be `values`.
 
     Raises:
-        OverflowError: an element is NaN or infinite, or its double is infinite.
+        NoExactResultError: an element is NaN or infinite, or its double is infinite.
     """
     floats = widen(values, dtype)
     with np.errstate(over="ignore"):
         doubled = floats + floats
     if not np.isfinite(doubled).all():
         index = int(np.argmin(np.isfinite(doubled)))
-        raise OverflowError(f"element {index} is {floats[index]!r}, which has no finite {dtype} double")
+        raise NoExactResultError(index, f"is {float(floats[index])!r}, which has no finite {dtype} double")
     if dtype == "BF16":
         out.view(np.uint16)[:] = (doubled.view(np.uint32) >> 16).astype(np.uint16)
     else:
@@ -176,14 +188,13 @@ def split_hi_lo(values: F32) -> tuple[U16, U16]:
         The bit patterns of hi and lo as uint16 arrays of the same shape.
 
     Raises:
-        OverflowError: a value is not finite, or rounds to infinity in bf16 (|x| >= 0x1.ffp127).
+        NoExactResultError: a value is not finite, or rounds to infinity in bf16 (|x| >= 0x1.ffp127).
     """
     hi = _round_to_bf16(values)
     finite = (hi & 0x7F80) != 0x7F80
     if not finite.all():
         index = int(np.argmin(finite))
-        found = values.ravel()[index]
-        raise OverflowError(f"element {index} is {found!r}, which bf16 cannot hold as a finite value")
+        raise NoExactResultError(index, f"is {float(values.ravel()[index])!r}, which is not finite in bf16")
     lo = values - (hi.astype(np.uint32) << 16).view(np.float32)
     return hi, _round_to_bf16(lo)
 

@@ -6,9 +6,7 @@ only ranged reads and ranged writes to take their place.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -16,32 +14,17 @@ from deepinfer_prep.errors import PrepError
 
 
 class _RangedFile:
-    """A file descriptor that closes itself; subclasses say how it is opened."""
+    """A file that closes itself and can be read; subclasses say how it is opened."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self.path = path
-        self._fd = os.open(path, flags | os.O_CLOEXEC)
+        self._fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def close(self) -> None:
         """Close the descriptor; later calls do nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def __enter__(self):  # type: ignore[no-untyped-def]  # Self needs Python 3.11
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class RangeReader(_RangedFile):
-    """Reads byte ranges of one file into buffers that the caller owns."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, os.O_RDONLY)
 
     def size(self) -> int:
         """The file's size in bytes."""
@@ -63,6 +46,21 @@ class RangeReader(_RangedFile):
                     "expected: it was cut while it was being read. Check that nothing else writes to it."
                 )
             done += count
+
+    def __enter__(self):  # type: ignore[no-untyped-def]  # Self needs Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RangeReader(_RangedFile):
+    """Reads byte ranges of one file into buffers that the caller owns."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, os.O_RDONLY)
 
 
 class RangeWriter(_RangedFile):
@@ -118,10 +116,3 @@ def write_file_durably(path: Path, data: bytes) -> None:
         file.sync()
     os.replace(temporary, path)
     sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def readers(paths: list[Path]) -> Iterator[list[RangeReader]]:
-    """Open several files for reading and close them all at the end."""
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(RangeReader(path)) for path in paths]

@@ -1,0 +1,311 @@
+"""Converts a checkpoint: executes a plan and publishes the result. Takes no decisions about tensors."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepinfer_prep import fp8, sidecar
+from deepinfer_prep._version import __version__
+from deepinfer_prep.checkpoint import INDEX_SUFFIX, FileState, open_checkpoint
+from deepinfer_prep.digest import SegmentDigests
+from deepinfer_prep.errors import ConversionError, RefusedError
+from deepinfer_prep.execute import Execution
+from deepinfer_prep.journal import Journal, SegmentDone, read_done
+from deepinfer_prep.manifest import (
+    FORMAT_VERSION,
+    Counts,
+    FileRecord,
+    Manifest,
+    SplitRecord,
+    WeightRecord,
+    parse_manifest,
+)
+from deepinfer_prep.output_folder import Workspace, check_separate, check_space, check_usable, is_same_run
+from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, default_workers, segments
+from deepinfer_prep.plan import MARKER, MAX_MARKER, Options, Plan, PlannedWeight, plan_conversion
+from deepinfer_prep.progress import Meter, ProgressCallback
+from deepinfer_prep.refusals import MANIFEST_NAME, SIDECAR_INDEX, SIDECAR_PREFIX
+from deepinfer_prep.scan import check_values, scan_codes
+from deepinfer_prep.sidecar import Location, SidecarFile, SidecarTensor
+from deepinfer_prep.storage import RangeWriter, write_file_durably
+from deepinfer_prep.transform import Tally
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionResult:
+    """What a finished conversion did."""
+
+    source: Path
+    output: Path
+    family: str
+    files: int
+    tensors: int
+    output_bytes: int
+    """All files of the output, the manifest excepted."""
+    resumed_bytes: int
+    """Bytes that an earlier, interrupted run had written and that were kept."""
+    counts: Counts
+    nan_tensors: Mapping[str, int]
+    kernel_scales: Mapping[str, int]
+    """Quantized weights by where their kernel scale is: "stored", "derived" or the reason why there is none."""
+    split: int
+    """Matrices that were split into bf16 halves."""
+    warnings: tuple[str, ...]
+    seconds: float
+
+
+def convert_checkpoint(
+    source: Path,
+    output: Path,
+    *,
+    options: Options | None = None,
+    workers: int | None = None,
+    chunk_size: int = DEFAULT_CHUNK_BYTES,
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
+) -> ConversionResult:
+    """Convert a checkpoint (a folder, or one .safetensors file) into the folder `output`.
+
+    An interrupted conversion is resumed by calling this again with the same arguments; the result is the
+    same, byte for byte. Memory is `workers` x `chunk_size` bytes of buffers, whatever the model's size.
+
+    Args:
+        options: choices that change the output; defaults to `Options()`.
+        workers: threads; defaults to the processors of this process, at most 8.
+        chunk_size: bytes that a thread reads at once.
+        overwrite: replace an output, or safetensors files, that `output` holds already.
+        progress: called from this thread with the bytes done.
+
+    Raises:
+        RefusedError: a safety rule stands against it; nothing was written.
+        ContainerError, CheckpointError: the source is damaged; nothing was written.
+        ConversionError, OSError: writing failed; call again to resume.
+    """
+    started = time.monotonic()
+    plan = plan_output(source, output, options=options, overwrite=overwrite)
+    workers = workers or default_workers()
+    check_values(plan, workers, chunk_size, progress)
+    if plan.options.strict:
+        _refuse_nan(plan, scan_codes(plan, workers, chunk_size, progress))
+    output.mkdir(parents=True, exist_ok=True)
+    names = [file.name for file in plan.files]
+    with Workspace(output) as workspace:
+        check_usable(output, _identity(plan), names, overwrite)
+        if not is_same_run(workspace.journal, _identity(plan)):
+            workspace.clear()
+        manifest, resumed = _ready_manifest(workspace), plan.output_bytes
+        if manifest is None:
+            manifest, resumed = _write_all(plan, workspace, workers, chunk_size, progress)
+        workspace.publish(_publication_order(manifest))
+    return _result(plan, output, manifest, resumed, time.monotonic() - started)
+
+
+def plan_output(source: Path, output: Path, *, options: Options | None = None, overwrite: bool = False) -> Plan:
+    """Plan a conversion into a folder and make every check that headers and the file system allow.
+
+    Raises:
+        RefusedError, ContainerError, CheckpointError: as `convert_checkpoint` would; nothing is written.
+    """
+    check_separate(source, output)
+    plan = plan_conversion(open_checkpoint(source), options or Options())
+    if plan.refusals:
+        raise RefusedError(plan.refusals)
+    check_usable(output, _identity(plan), [file.name for file in plan.files], overwrite)
+    check_space(output, plan.output_bytes + plan.sidecar_bytes)
+    return plan
+
+
+def _identity(plan: Plan) -> dict[str, Any]:
+    """What must be the same for an unfinished run to be resumed."""
+    return {
+        "tool": __version__,
+        "source": plan.fingerprint,
+        "files": [[file.name, file.state.size, file.state.modified_ns] for file in plan.files],
+        "options": asdict(plan.options),
+    }
+
+
+def _refuse_nan(plan: Plan, tally: Tally) -> None:
+    if tally.nan_codes:
+        listed = ", ".join(f"{name!r} ({count:,})" for name, count in sorted(tally.nan_codes.items())[:10])
+        raise RefusedError(
+            (
+                f"{plan.checkpoint.root}: {tally.counts.nan:,} NaN codes in {len(tally.nan_codes):,} fp8 weights: "
+                f"{listed}. "
+                "The checkpoint is damaged; without --strict the codes are kept and counted.",
+            )
+        )
+
+
+def _ready_manifest(workspace: Workspace) -> Manifest | None:
+    """The manifest of a run that was interrupted while it published, else None."""
+    path = workspace.path(MANIFEST_NAME)
+    return parse_manifest(path.read_bytes(), path) if path.exists() else None
+
+
+def _write_all(
+    plan: Plan, workspace: Workspace, workers: int, chunk_size: int, progress: ProgressCallback | None
+) -> tuple[Manifest, int]:
+    earlier = read_done(workspace.journal) if workspace.journal.exists() else {}
+    journal = Journal(workspace.journal, _identity(plan))
+    try:
+        execution = Execution(plan.files, workspace, journal)
+        execution.run(earlier, workers, chunk_size, Meter(progress, "convert", plan.output_bytes))
+    finally:
+        journal.close()
+    _check_unchanged(plan)
+    derived = _derive(plan, workspace)
+    files, records = _write_sidecar(plan, workspace, derived)
+    manifest = _manifest(plan, execution.results, derived, files, records)
+    write_file_durably(workspace.path(MANIFEST_NAME), manifest.to_json())
+    return manifest, execution.resumed_bytes
+
+
+def _check_unchanged(plan: Plan) -> None:
+    for file in plan.files:
+        if FileState.of(file.source) != file.state:
+            raise ConversionError(
+                f"{file.source} changed while it was being converted. Nothing was published; "
+                "make sure that nothing writes to the checkpoint and convert again with --overwrite."
+            )
+
+
+def _derive(plan: Plan, workspace: Workspace) -> dict[str, tuple[SidecarTensor, ...] | str]:
+    """The sidecar tensors of every split matrix and every weight with a derivable scale, or the reason."""
+    derived: dict[str, tuple[SidecarTensor, ...] | str] = {}
+    for name in plan.split:
+        derived[name] = sidecar.halves(name, _location(plan, workspace, name))
+    for weight in plan.weights:
+        if weight.kernel_scale.derived is not None:
+            scale = _location(plan, workspace, weight.quantized.scale)
+            found = sidecar.kernel_scale(weight.quantized.weight, scale, weight.kernel_scale.derived)
+            derived[weight.quantized.weight] = found if isinstance(found, str) else (found,)
+    return derived
+
+
+def _location(plan: Plan, workspace: Workspace, name: str) -> Location:
+    file = plan.files[plan.checkpoint.shard_of[name]]
+    return Location(workspace.path(file.name), len(file.header), plan.checkpoint.tensors[name])
+
+
+def _write_sidecar(
+    plan: Plan, workspace: Workspace, derived: Mapping[str, tuple[SidecarTensor, ...] | str]
+) -> tuple[list[SidecarFile], dict[str, FileRecord]]:
+    tensors = [tensor for found in derived.values() if not isinstance(found, str) for tensor in found]
+    metadata = {"format": "pt", MARKER: __version__, MAX_MARKER: str(fp8.FP8_MAX)}
+    files = sidecar.lay_out(tensors, metadata, SIDECAR_PREFIX)
+    records = {file.name: _write_file(workspace, file.name, file.size, sidecar.file_chunks(file)) for file in files}
+    if files:
+        index = np.frombuffer(sidecar.index_json(files), dtype=np.uint8)
+        records[SIDECAR_INDEX] = _write_file(workspace, SIDECAR_INDEX, index.size, [index])
+    return files, records
+
+
+def _write_file(workspace: Workspace, name: str, size: int, chunks: Iterable[fp8.U8]) -> FileRecord:
+    digests, position = SegmentDigests(), 0
+    with RangeWriter(workspace.path(name)) as writer:
+        writer.allocate(size)
+        for chunk in chunks:
+            writer.write_from(chunk.data, position)
+            digests.update(chunk)
+            position += chunk.size
+        writer.sync()
+    return FileRecord(size, digests.digests())
+
+
+def _manifest(
+    plan: Plan,
+    results: Mapping[tuple[str, int], SegmentDone],
+    derived: Mapping[str, tuple[SidecarTensor, ...] | str],
+    sidecar_files: list[SidecarFile],
+    sidecar_records: Mapping[str, FileRecord],
+) -> Manifest:
+    total = Tally()
+    for done in results.values():
+        total.add(done.tally)
+    files = {file.name: _file_record(file.name, file.size, results) for file in plan.files}
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        tool_version=__version__,
+        family=plan.family,
+        source_fingerprint=plan.fingerprint,
+        options=asdict(plan.options),
+        counts=Counts(total.counts.rounded, total.counts.nan, total.counts.misread),
+        nan_tensors=dict(sorted(total.nan_codes.items())),
+        shards=tuple(shard.name for shard in plan.checkpoint.shards),
+        sidecar=tuple(file.name for file in sidecar_files),
+        activation_scales=plan.activation_scales,
+        split={name: SplitRecord(name + sidecar.HI_SUFFIX, name + sidecar.LO_SUFFIX) for name in plan.split},
+        weights={weight.quantized.weight: _weight_record(weight, derived) for weight in plan.weights},
+        files={**files, **sidecar_records},
+    )
+
+
+def _file_record(name: str, size: int, results: Mapping[tuple[str, int], SegmentDone]) -> FileRecord:
+    count = len(list(segments(size)))
+    return FileRecord(size, tuple(results[name, number].digest for number in range(count)))
+
+
+def _weight_record(weight: PlannedWeight, derived: Mapping[str, tuple[SidecarTensor, ...] | str]) -> WeightRecord:
+    quantized = weight.quantized
+    name, reason = None, weight.kernel_scale.reason
+    found = derived.get(quantized.weight)
+    if weight.kernel_scale.stored:
+        name = quantized.scale
+    elif isinstance(found, str):
+        reason = found
+    elif found is not None:
+        name = found[0].name
+    return WeightRecord(quantized.element, quantized.block, quantized.scale, name, reason)
+
+
+def _publication_order(manifest: Manifest) -> list[str]:
+    """Shards first and indexes last, so that a loader never finds an index without its shards."""
+    return sorted(manifest.files, key=lambda name: (name.endswith(INDEX_SUFFIX), name))
+
+
+def _result(plan: Plan, output: Path, manifest: Manifest, resumed: int, seconds: float) -> ConversionResult:
+    return ConversionResult(
+        source=plan.checkpoint.root,
+        output=output,
+        family=manifest.family,
+        files=len(manifest.files),
+        tensors=len(plan.checkpoint.tensors),
+        output_bytes=sum(record.size for record in manifest.files.values()),
+        resumed_bytes=resumed,
+        counts=manifest.counts,
+        nan_tensors=manifest.nan_tensors,
+        kernel_scales=Counter(_kernel_scale_kind(record) for record in manifest.weights.values()),
+        split=len(manifest.split),
+        warnings=plan.warnings + _data_warnings(manifest),
+        seconds=seconds,
+    )
+
+
+def _kernel_scale_kind(record: WeightRecord) -> str:
+    if record.kernel_scale is None:
+        return record.reason
+    return "stored" if record.kernel_scale == record.scale else "derived"
+
+
+def _data_warnings(manifest: Manifest) -> tuple[str, ...]:
+    warnings = []
+    if manifest.nan_tensors:
+        listed = ", ".join(f"{name!r} ({count:,})" for name, count in list(manifest.nan_tensors.items())[:10])
+        warnings.append(
+            f"{manifest.counts.nan:,} NaN codes were kept, in {len(manifest.nan_tensors):,} tensors: {listed}."
+        )
+    halved = any(record.element == "e4m3" for record in manifest.weights.values())
+    if halved and not manifest.counts.misread:
+        warnings.append(
+            "no fp8 weight of the source holds a code above 240: it looks as if it had been converted already, by "
+            "another tool. Make sure that this is the original checkpoint."
+        )
+    return tuple(warnings)

@@ -1,0 +1,155 @@
+"""Writes the mapped files of a plan into a workspace, segment by segment, and records what is durable."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+from deepinfer_prep import fp8
+from deepinfer_prep.journal import Journal, SegmentDone
+from deepinfer_prep.output_folder import Workspace
+from deepinfer_prep.parallel import run_parallel, segments
+from deepinfer_prep.plan import OutputFile
+from deepinfer_prep.progress import Meter
+from deepinfer_prep.storage import RangeReader, RangeWriter
+from deepinfer_prep.transform import Tally, output_chunks
+
+COMMIT_BYTES = 512 * 1024 * 1024
+"""After so many new bytes the data is synced and recorded; a kill loses at most this and what is under way."""
+_COMMIT_FILES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """One unit of work; `earlier` is what a journal says of it."""
+
+    file: OutputFile
+    number: int
+    start: int
+    end: int
+    earlier: SegmentDone | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+class _Finished(NamedTuple):
+    segment: _Segment
+    done: SegmentDone
+    resumed: bool
+
+
+class _Writers:
+    """The output files that are open, shared by all threads; each stays open until it was synced."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._open: dict[str, RangeWriter] = {}
+        self._lock = threading.Lock()
+
+    def get(self, file: OutputFile) -> RangeWriter:
+        """The writer of a file, opened and given its final size at first use."""
+        with self._lock:
+            writer = self._open.get(file.name)
+            if writer is None:
+                writer = RangeWriter(self._workspace.path(file.name))
+                self._open[file.name] = writer
+                writer.allocate(file.size)
+            return writer
+
+    def sync(self, name: str) -> None:
+        """Sync one file."""
+        with self._lock:
+            writer = self._open[name]
+        writer.sync()
+
+    def close(self, name: str) -> None:
+        """Close one file."""
+        with self._lock:
+            self._open.pop(name).close()
+
+    def close_all(self) -> None:
+        """Close what an error left open."""
+        for name in list(self._open):
+            self.close(name)
+
+
+class Execution:
+    """One run over the mapped files; `results` and `resumed_bytes` are complete after `run`."""
+
+    def __init__(self, files: Iterable[OutputFile], workspace: Workspace, journal: Journal) -> None:
+        self._files = tuple(files)
+        self._journal = journal
+        self._writers = _Writers(workspace)
+        self._left = Counter({file.name: len(list(segments(file.size))) for file in self._files})
+        self._uncommitted: list[_Finished] = []
+        self.results: dict[tuple[str, int], SegmentDone] = {}
+        self.resumed_bytes = 0
+
+    def run(self, earlier: dict[tuple[str, int], SegmentDone], workers: int, chunk_size: int, meter: Meter) -> None:
+        """Write every segment; segments of `earlier` whose bytes still have their digest are kept.
+
+        Raises:
+            ConversionError, OSError: a segment failed. What was synced before is recorded.
+        """
+        try:
+            for finished in run_parallel(self._segments(earlier), self._write, workers, chunk_size):
+                self._uncommitted.append(finished)
+                meter.add(finished.segment.nbytes)
+                if self._is_commit_due():
+                    self._commit()
+        finally:
+            try:
+                self._commit()
+            finally:
+                self._writers.close_all()
+
+    def _segments(self, earlier: dict[tuple[str, int], SegmentDone]) -> Iterator[_Segment]:
+        for file in self._files:
+            for number, (start, end) in enumerate(segments(file.size)):
+                yield _Segment(file, number, start, end, earlier.get((file.name, number)))
+
+    def _write(self, segment: _Segment, buffer: fp8.U8) -> _Finished:
+        writer = self._writers.get(segment.file)
+        if segment.earlier is not None and _digest_of(writer, segment, buffer) == segment.earlier.digest:
+            return _Finished(segment, segment.earlier, True)
+        tally, digest = Tally(), xxhash.xxh3_128()
+        with RangeReader(segment.file.source) as source:
+            for offset, chunk in output_chunks(segment.file, source, segment.start, segment.end, buffer, tally):
+                digest.update(chunk.data)
+                writer.write_from(chunk.data, offset)
+        done = SegmentDone(segment.file.name, segment.number, digest.hexdigest(), tally)
+        return _Finished(segment, done, False)
+
+    def _is_commit_due(self) -> bool:
+        new_bytes = sum(finished.segment.nbytes for finished in self._uncommitted if not finished.resumed)
+        return new_bytes >= COMMIT_BYTES or len(self._uncommitted) >= _COMMIT_FILES
+
+    def _commit(self) -> None:
+        finished, self._uncommitted = self._uncommitted, []
+        names = {item.segment.file.name for item in finished}
+        for name in names:
+            self._writers.sync(name)
+        self._journal.record(item.done for item in finished if not item.resumed)
+        for item in finished:
+            self.results[item.done.file, item.done.segment] = item.done
+            self._left[item.done.file] -= 1
+            self.resumed_bytes += item.segment.nbytes if item.resumed else 0
+        for name in names:
+            if not self._left[name]:
+                self._writers.close(name)
+
+
+def _digest_of(writer: RangeWriter, segment: _Segment, buffer: fp8.U8) -> str:
+    digest = xxhash.xxh3_128()
+    for start in range(segment.start, segment.end, buffer.size):
+        chunk = buffer[: min(buffer.size, segment.end - start)]
+        writer.read_into(chunk.data, start)
+        digest.update(chunk.data)
+    return digest.hexdigest()

@@ -1,0 +1,65 @@
+"""Runs independent pieces of work on a few threads, each with one reusable buffer."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
+from typing import TypeVar
+
+from deepinfer_prep import fp8
+from deepinfer_prep.transform import new_buffer
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024
+SEGMENT_BYTES = 64 * 1024 * 1024
+"""Unit of work, of digests and of resuming: a segment is this many bytes of one output file."""
+
+QUEUE_DEPTH = 8
+"""Segments handed out ahead, so that threads stay busy while the caller commits results."""
+
+
+def default_workers() -> int:
+    """As many threads as processors that this process may use, up to 8; more do not help one disk."""
+    return min(8, len(os.sched_getaffinity(0)))
+
+
+def run_parallel(
+    items: Iterable[Item], work: Callable[[Item, fp8.U8], Result], workers: int, chunk_size: int
+) -> Iterator[Result]:
+    """Yield work(item, buffer) for every item, in the order of completion.
+
+    At most `workers` buffers of `chunk_size` bytes exist. The first error stops the hand-out of items and is
+    raised after the pieces that are under way have ended; so is an interrupt of the caller.
+    """
+    local = threading.local()
+
+    def with_buffer(item: Item) -> Result:
+        if not hasattr(local, "buffer"):
+            local.buffer = new_buffer(chunk_size)
+        return work(item, local.buffer)
+
+    source = iter(items)
+    executor = ThreadPoolExecutor(workers)
+    try:
+        pending: set[Future[Result]] = set()
+        while True:
+            ahead = max(2 * workers, QUEUE_DEPTH) - len(pending)
+            pending |= {executor.submit(with_buffer, item) for item in islice(source, ahead)}
+            if not pending:
+                return
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def segments(size: int) -> Iterator[tuple[int, int]]:
+    """The (start, end) byte ranges of a file's segments; an empty file has one empty segment."""
+    for start in range(0, max(size, 1), SEGMENT_BYTES):
+        yield start, min(start + SEGMENT_BYTES, size)

@@ -1,0 +1,138 @@
+"""Computes any byte range of an output file from its source: the one place where operations meet bytes.
+
+A range may begin and end anywhere, also inside a multi-byte scale: the source is then read a few bytes wider.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deepinfer_prep import fp8
+from deepinfer_prep.container import DTYPE_BITS, TensorInfo
+from deepinfer_prep.errors import ConversionError
+from deepinfer_prep.plan import Operation, OutputFile, Run
+from deepinfer_prep.storage import RangeReader
+
+SLACK_BYTES = 16
+"""Room that a buffer needs beyond its chunk: a range is widened to whole elements of at most 8 bytes."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What halving met in the source: counts, and the NaN codes of each tensor that has any."""
+
+    counts: fp8.CodeCounts = field(default_factory=fp8.CodeCounts)
+    nan_codes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Tally) -> None:
+        """Add the counts of another range."""
+        self.counts += other.counts
+        for name, count in other.nan_codes.items():
+            self.nan_codes[name] = self.nan_codes.get(name, 0) + count
+
+
+def new_buffer(chunk_size: int) -> fp8.U8:
+    """A buffer for chunks of at most `chunk_size` bytes."""
+    return np.empty(chunk_size + SLACK_BYTES, dtype=np.uint8)
+
+
+def output_chunks(
+    file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally
+) -> Iterator[tuple[int, fp8.U8]]:
+    """Yield (offset, bytes) pieces that tile start..end of the output file.
+
+    Each piece is valid until the next one is asked for.
+
+    Raises:
+        ConversionError: a scale has no finite double.
+        PrepError, OSError: the source cannot be read.
+    """
+    header_size = len(file.header)
+    if start < header_size:
+        yield start, np.frombuffer(file.header, dtype=np.uint8)[start : min(end, header_size)]
+    position, stop = max(start, header_size) - header_size, end - header_size
+    step = buffer.size - SLACK_BYTES
+    while position < stop:
+        upto = min(position + step, stop)
+        yield position + header_size, _transform(file, source, position, upto, buffer, tally)
+        position = upto
+
+
+def tensor_at(file: OutputFile, offset: int) -> TensorInfo:
+    """The tensor that holds a byte of the data section."""
+    return file.tensors[bisect_right(file.tensors, offset, key=lambda tensor: tensor.start) - 1]
+
+
+def describe_element(file: OutputFile, offset: int) -> str:
+    """File, tensor and element index of a byte of the data section, for messages."""
+    tensor = tensor_at(file, offset)
+    element = (offset - tensor.start) * 8 // DTYPE_BITS[tensor.dtype]
+    return f"{file.source}: tensor {tensor.name!r}: element {element:,}"
+
+
+def _transform(file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally) -> fp8.U8:
+    first = bisect_right(file.runs, start, key=lambda run: run.start) - 1
+    low = start - (start - file.runs[first].start) % file.runs[first].operation.element_bytes
+    high = _widen_end(file, end)
+    chunk = buffer[: high - low]
+    source.read_into(chunk.data, file.source_start + low)
+    for position in range(first, len(file.runs)):
+        run = file.runs[position]
+        if run.start >= high:
+            break
+        begin = max(run.start, low)
+        _apply(file, run, begin, chunk[begin - low : min(run.end, high) - low], tally)
+    return chunk[start - low : end - low]
+
+
+def _widen_end(file: OutputFile, end: int) -> int:
+    run = file.runs[bisect_right(file.runs, end - 1, key=lambda run: run.start) - 1]
+    return end + -(end - run.start) % run.operation.element_bytes
+
+
+def _apply(file: OutputFile, run: Run, begin: int, piece: fp8.U8, tally: Tally) -> None:
+    if run.operation is Operation.COPY:
+        return
+    if run.operation is Operation.HALVE:
+        _count(file, begin, piece, tally)
+        fp8.halve(piece, piece)
+        return
+    try:
+        double(run.operation, piece)
+    except fp8.NoExactResultError as error:
+        offset = begin + error.index * run.operation.element_bytes
+        raise ConversionError(
+            f"{describe_element(file, offset)} {error.problem}: the scale cannot be doubled exactly. "
+            "A scale like this is damaged or was never set; fetch the file again or repair the checkpoint."
+        ) from None
+
+
+def double(operation: Operation, scales: fp8.U8) -> None:
+    """Double the raw bytes of scales in place, by one of the doubling operations.
+
+    Raises:
+        NoExactResultError: a value has no finite double.
+    """
+    if operation is Operation.DOUBLE_E8M0:
+        fp8.double_e8m0(scales, scales)
+    else:
+        fp8.double_float(scales, operation.value.removeprefix("double "), scales)
+
+
+def _count(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally) -> None:
+    counts = fp8.count_codes(piece)
+    tally.counts += counts
+    if not counts.nan:
+        return
+    position = begin
+    while position < begin + piece.size:
+        tensor = tensor_at(file, position)
+        upto = min(tensor.end, begin + piece.size)
+        nan = fp8.count_codes(piece[position - begin : upto - begin]).nan
+        if nan:
+            tally.nan_codes[tensor.name] = tally.nan_codes.get(tensor.name, 0) + nan
+        position = upto
