@@ -11,7 +11,7 @@ from . import geometry, hardware, rules
 from .context import current, location, refuse
 from .dtypes import DType
 from .errors import Rule
-from .memory import HOST, MATMUL, OTHER, PROGRAM, UNWRITTEN, Buffer
+from .memory import HOST, MATMUL, OTHER, PROGRAM, SHARED, UNWRITTEN, Buffer
 from .numeric import F32, Array, read_f32, to_dtype
 from .record import Instruction, Operand
 from .tensor import Tensor
@@ -88,12 +88,16 @@ class Call:
             if size > hardware.MAX_FREE_SIZE or (size > 1 and stride > hardware.MAX_STRIDE):
                 self.refuse(rules.STRIDE_RANGE, role, f"shape {tensor.shape}, strides {tensor.strides}")
 
+    def require_written(self, role: str, tensor: Tensor) -> None:
+        """A destination of which some elements stay as they are was written before."""
+        self._check_written(role, tensor)
+
     def _check_written(self, role: str, tensor: Tensor) -> None:
         codes = tensor.storage.marks.read(tensor.byte_view())
         if codes[0] == UNWRITTEN:
             self.refuse(rules.UNWRITTEN_READ, role, f"elements of a {tensor.shape} {tensor.dtype} view are not written")
         mine = PROGRAM + self.program.index
-        if tensor.buffer is Buffer.shared_hbm and any(code not in (mine, HOST) for code in codes):
+        if tensor.buffer is Buffer.shared_hbm and any(code not in (mine, HOST, SHARED) for code in codes):
             self.refuse(rules.CROSS_CORE_READ, role, f"program {self.program.index} reads what another one wrote")
 
     def _check_psum_words(self, role: str, tensor: Tensor) -> None:
@@ -205,7 +209,7 @@ class Call:
             marks.write(view, code)
             return
         mine = PROGRAM + self.program.index
-        if any(other not in (UNWRITTEN, HOST, mine) for other in marks.read(view)):
+        if any(other not in (UNWRITTEN, SHARED, mine) for other in marks.read(view)):
             self.refuse(rules.DISJOINT_WRITES, role, f"program {self.program.index} writes what another one wrote")
         marks.write(view, mine)
 

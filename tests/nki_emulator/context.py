@@ -53,7 +53,9 @@ class Program:
     registers: dict[str, Any] = field(default_factory=dict)
     """Accumulator registers of ScalarE and VectorE."""
     identities: dict[tuple[int, str], Storage] = field(default_factory=dict)
-    results_allocated: int = 0
+    shared_allocated: int = 0
+    core: Any = None
+    """The thread that runs it, in a launch of several programs."""
 
 
 @dataclass
@@ -92,9 +94,9 @@ def location() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def refuse(rule: Rule, op: str, operand: str, found: str) -> NoReturn:
-    """Raise the error of a broken rule."""
-    raise RuleError(rule, op, operand, found, location())
+def refuse(rule: Rule, op: str, operand: str, found: str, where: str = "") -> NoReturn:
+    """Raise the error of a broken rule, at `where` or else at the kernel's current line."""
+    raise RuleError(rule, op, operand, found, where or location())
 
 
 def refuse_name(rule: Rule, where: str, name: str) -> NoReturn:

@@ -73,9 +73,21 @@ def installed() -> Iterator[str]:
 
 
 def _modules() -> dict[str, ModuleType]:
-    package = ModuleType("nki", "The NKI subset that nki_emulator provides.")
-    package.__spec__ = importlib.machinery.ModuleSpec("nki", None, is_package=True)
+    package = _module("nki", {"jit": jit, "__nki_emulator__": True, "__version__": "0.6.0"})
     package.__path__ = []
-    namespace = {"jit": jit, "language": language, "isa": isa, "__nki_emulator__": True, "__version__": "0.6.0"}
-    package.__dict__.update(namespace)
-    return {"nki": package, "nki.language": language, "nki.isa": isa}
+    package.language = _facade("nki.language", language)  # type: ignore[attr-defined]
+    package.isa = _facade("nki.isa", isa)  # type: ignore[attr-defined]
+    return {"nki": package, "nki.language": package.language, "nki.isa": package.isa}
+
+
+def _module(name: str, namespace: dict[str, object]) -> ModuleType:
+    module = ModuleType(name, "Provided by nki_emulator.")
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name == "nki")
+    module.__dict__.update(namespace)
+    return module
+
+
+def _facade(name: str, implementation: ModuleType) -> ModuleType:
+    """A module with the public names of `implementation` and nothing else of it."""
+    public: dict[str, object] = {key: getattr(implementation, key) for key in implementation.__all__}
+    return _module(name, {**public, "__getattr__": implementation.__getattr__})

@@ -6,19 +6,22 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from . import dtypes, hardware, rules
 from .context import Options, Program, SharedMemory, activate, refuse, running
-from .errors import EmulatorError
-from .memory import HOST, OTHER, PROGRAM, UNWRITTEN, Buffer, Memory, Storage, from_host
+from .cores import run_programs
+from .errors import EmulatorError, Rule
+from .memory import HOST, UNWRITTEN, Buffer, Memory, Storage, from_host
 from .record import Instruction
 from .tensor import Tensor, whole
 
 Array = npt.NDArray[Any]
+_Returned = tuple[list[Storage], bool]
+"""Result storages of a program, and whether it returned one tensor rather than a tuple."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,12 @@ class Kernel:
         return result.outputs[0] if result.single else result.outputs
 
 
+def _refuse(kernel: Kernel, rule: Rule, operand: str, found: str) -> NoReturn:
+    """Raise a rule's error at the kernel's definition: there is no line of it that runs."""
+    code = kernel.function.__code__
+    refuse(rule, code.co_name, operand, found, f"{code.co_filename}:{code.co_firstlineno}")
+
+
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Decorator of a kernel's entry function."""
     if options:
@@ -87,21 +96,16 @@ def launch(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], option
     """Run every program of a kernel, one after the other, and collect results and record."""
     count = kernel.grid or 1
     bound = inspect.signature(kernel.function).bind(*args, **kwargs)
-    name = kernel.function.__name__
-    values = {key: _argument(name, key, value, options) for key, value in bound.arguments.items()}
-    shared, programs, returned = SharedMemory(), [], []
-    for index in range(count):
-        program = Program(options, index, count, 0 if kernel.grid is None else 1, Memory(), shared)
-        activate(program)
-        try:
-            returned.append(_results(name, kernel.function(**values)))
-        finally:
-            activate(None)
-        programs.append(program)
-    _check_programs(name, programs, returned)
+    values = {key: _argument(kernel, key, value, options) for key, value in bound.arguments.items()}
+    shared = SharedMemory()
+    ndim = 0 if kernel.grid is None else 1
+    programs = [Program(options, index, count, ndim, Memory(), shared) for index in range(count)]
+    returned = _run(kernel, programs, lambda: _results(kernel, kernel.function(**values)))
+    _check_programs(kernel, programs, returned)
     storages, single = returned[0]
+    _check_names(kernel, shared, storages)
     for position, storage in enumerate(storages):
-        _check_complete(name, position, storage)
+        _check_complete(kernel, position, storage)
     return Launch(
         outputs=tuple(_to_host(storage) for storage in storages),
         single=single,
@@ -111,39 +115,57 @@ def launch(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], option
     )
 
 
-def _argument(kernel: str, name: str, value: Any, options: Options) -> Any:
+def _run(kernel: Kernel, programs: list[Program], body: Callable[[], _Returned]) -> list[_Returned]:
+    if len(programs) == 1:
+        activate(programs[0])
+        try:
+            return [body()]
+        finally:
+            activate(None)
+
+    def cross(waiting: list[Storage | None]) -> None:
+        if waiting[0] is None or any(storage is not waiting[0] for storage in waiting):
+            _refuse(kernel, rules.CORE_BARRIER, "", "the programs do not wait for the same tensor")
+        waiting[0].marks.publish()
+
+    return run_programs(programs, body, cross)
+
+
+def _argument(kernel: Kernel, name: str, value: Any, options: Options) -> Any:
     if isinstance(value, tuple):
         return tuple(_argument(kernel, name, item, options) for item in value)
     if value is None or isinstance(value, bool | int | float | str):
         if type(value) is int and not hardware.INT32_MIN <= value <= hardware.INT32_MAX:
-            refuse(rules.CONSTANT, kernel, name, f"{value} is not a 32-bit int")
+            _refuse(kernel, rules.CONSTANT, name, f"{value} is not a 32-bit int")
         return value
     if isinstance(value, TensorSpec):
         return _specified(kernel, name, value, options)
     if not isinstance(value, np.ndarray) or value.ndim == 0:
-        refuse(rules.KERNEL_ARGUMENTS, kernel, name, f"{type(value).__name__}")
+        _refuse(kernel, rules.KERNEL_ARGUMENTS, name, f"{type(value).__name__}")
     dtype = dtypes.from_numpy(value.dtype)
     if dtype is None:
         rule = rules.NO_FN_TENSOR if value.dtype.name == "float8_e4m3fn" else rules.DTYPE
-        refuse(rule, kernel, name, f"array of {value.dtype}")
+        _refuse(kernel, rule, name, f"array of {value.dtype}")
     return whole(from_host(value, dtype))
 
 
-def _specified(kernel: str, name: str, spec: TensorSpec, options: Options) -> Tensor:
+def _specified(kernel: Kernel, name: str, spec: TensorSpec, options: Options) -> Tensor:
     if options.arithmetic:
-        raise EmulatorError(f"{kernel}: {name}: a TensorSpec has no data: run with Options(arithmetic=False)")
+        raise EmulatorError(
+            f"{kernel.function.__name__}: {name}: a TensorSpec has no data: run with Options(arithmetic=False)"
+        )
     dtype = getattr(dtypes, spec.dtype, None)
     if not isinstance(dtype, dtypes.DType) or dtype.kind == "refused":
-        refuse(rules.DTYPE, kernel, name, f"{spec.dtype!r}")
+        _refuse(kernel, rules.DTYPE, name, f"{spec.dtype!r}")
     return whole(Storage(Buffer.shared_hbm, spec.shape, dtype, writer=HOST))
 
 
-def _results(kernel: str, value: Any) -> tuple[list[Storage], bool]:
+def _results(kernel: Kernel, value: Any) -> _Returned:
     single = not isinstance(value, tuple | list)
     tensors = [value] if single else list(value)
     for position, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
-            refuse(rules.RESULT, kernel, f"result {position}", f"{type(tensor).__name__}")
+            _refuse(kernel, rules.RESULT, f"result {position}", f"{type(tensor).__name__}")
         entire = whole(tensor.storage)
         same = (tensor.shape, tensor.strides, tensor.offset) == (entire.shape, entire.strides, 0)
         if (
@@ -152,23 +174,29 @@ def _results(kernel: str, value: Any) -> tuple[list[Storage], bool]:
             or not same
             or tensor.dtype != entire.dtype
         ):
-            refuse(rules.RESULT, kernel, f"result {position}", f"{tensor.shape} view in {tensor.buffer.value}")
+            _refuse(kernel, rules.RESULT, f"result {position}", f"{tensor.shape} view in {tensor.buffer.value}")
     return [tensor.storage for tensor in tensors], single
 
 
-def _check_programs(kernel: str, programs: list[Program], returned: list[tuple[list[Storage], bool]]) -> None:
+def _check_programs(kernel: Kernel, programs: list[Program], returned: list[_Returned]) -> None:
     for program, (storages, _) in zip(programs[1:], returned[1:], strict=True):
         if [id(s) for s in storages] != [id(s) for s in returned[0][0]]:
-            refuse(rules.SAME_STRUCTURE, kernel, "results", "the programs return different tensors")
+            _refuse(kernel, rules.SAME_STRUCTURE, "results", "the programs return different tensors")
         if program.trips != programs[0].trips:
             found = f"{programs[0].trips} in program 0, {program.trips} in program {program.index}"
-            refuse(rules.SAME_CONTROL_FLOW, kernel, "", found)
+            _refuse(kernel, rules.SAME_CONTROL_FLOW, "", found)
 
 
-def _check_complete(kernel: str, position: int, storage: Storage) -> None:
+def _check_names(kernel: Kernel, shared: SharedMemory, results: list[Storage]) -> None:
+    for storage in shared.storages:
+        if not any(storage is result for result in results) and not storage.name:
+            _refuse(kernel, rules.SHARED_NAME, "", f"shared_hbm tensor {storage.shape} {storage.dtype}")
+
+
+def _check_complete(kernel: Kernel, position: int, storage: Storage) -> None:
     tensor = whole(storage)
     if storage.marks.read(tensor.byte_view())[0] == UNWRITTEN:
-        refuse(rules.RESULT_UNWRITTEN, kernel, f"result {position}", f"{storage.shape} {storage.dtype} is incomplete")
+        _refuse(kernel, rules.RESULT_UNWRITTEN, f"result {position}", f"{storage.shape} {storage.dtype} is incomplete")
 
 
 def _to_host(storage: Storage) -> Array:
@@ -178,4 +206,4 @@ def _to_host(storage: Storage) -> Array:
     return array.view(np.bool_) if storage.dtype.name == "bool_" else array
 
 
-__all__ = ["OTHER", "PROGRAM", "Kernel", "Launch", "TensorSpec", "jit", "launch"]
+__all__ = ["Kernel", "Launch", "TensorSpec", "jit", "launch"]

@@ -45,7 +45,9 @@ def ndarray(shape: Any, dtype: Any, buffer: Any = Buffer.sbuf, name: str = "", a
     """A new tensor. Its elements are not initialised."""
     if address is not None:
         refuse(rules.NOT_MODELLED, "nl.ndarray", "address", "manual placement: allocation is automatic here")
-    return new_tensor(shape, dtype, buffer)
+    tensor = new_tensor(shape, dtype, buffer)
+    tensor.storage.name = name
+    return tensor
 
 
 def ds(start: int, size: int) -> DynamicSlice:

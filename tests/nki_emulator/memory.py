@@ -19,9 +19,11 @@ Bytes = npt.NDArray[np.uint8]
 UNWRITTEN = 0
 MATMUL = 1
 OTHER = 2
-HOST = 255
-"""Codes of a byte's writer. On chip: a matmul or anything else; in shared HBM: PROGRAM + program index, or the host."""
 PROGRAM = 16
+SHARED = 254
+HOST = 255
+"""Codes of a byte's writer. On chip: a matmul or anything else. In shared HBM: the host, PROGRAM + program index, or
+SHARED once a barrier has made it visible to both cores."""
 
 
 class Buffer(Enum):
@@ -72,6 +74,13 @@ class Marks:
             return (low,)
         return tuple(int(c) for c in np.unique(seen))
 
+    def publish(self) -> None:
+        """What any program wrote becomes SHARED."""
+        if self._codes is not None:
+            self._codes[self._codes >= PROGRAM] = SHARED
+        elif self._uniform is not None and self._uniform >= PROGRAM:
+            self._uniform = SHARED
+
     def write(self, view: ByteView, code: int) -> None:
         """Mark `view` as written by `code`."""
         if self._uniform == code:
@@ -106,6 +115,7 @@ class Storage:
         self.marks = Marks(self.size, writer)
         self.read_only = writer == HOST
         self.dead = False
+        self.name = ""
         self.data = data
 
     @property
@@ -164,8 +174,8 @@ class Memory:
 
 def _shared(shape: tuple[int, ...], dtype: DType) -> Storage:
     program = current()
-    index, storages = program.results_allocated, program.shared.storages
-    program.results_allocated += 1
+    index, storages = program.shared_allocated, program.shared.storages
+    program.shared_allocated += 1
     if index == len(storages):
         storages.append(Storage(Buffer.shared_hbm, shape, dtype))
     storage = storages[index]

@@ -122,6 +122,12 @@ NO_NESTED_KERNEL = Rule(
     "no-nested-kernel", "only the entry is decorated with nki.jit; helpers are plain functions", _GUIDE
 )
 
+SHARED_NAME = Rule(
+    "shared-name",
+    "a shared_hbm tensor that is no result has a name, by which the cores find it",
+    _LANGUAGE + ".ndarray",
+)
+
 # Registers and dynamic loops
 REGISTER = Rule("register", "a register holds one int32; a loop index is read only", _isa("register_load"))
 LOOP_BODY = Rule(

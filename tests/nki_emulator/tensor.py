@@ -297,10 +297,12 @@ class Tensor(_NoOperators):
         indirect_dim: int = 0,
         dtype: DType | None = None,
     ) -> Tensor:
-        """A raw access pattern [[stride, count], ...] over the storage. Ignores the view it is called on."""
+        """A raw access pattern [[stride, count], ...] over a whole tensor."""
         if vector_offset is not None:
             refuse(rules.NOT_MODELLED, "tensor.ap", "vector_offset", "gathers are not in the emulated subset")
-        base = Tensor(self.storage, self.storage.dtype, self.storage.shape, ())
+        base = whole(self.storage)
+        if (self.shape, self.strides, self.offset, self.dtype) != (base.shape, base.strides, 0, base.dtype):
+            self._refuse("ap", "called on a view; call it on the tensor, with offset= and dtype=")
         element = self.storage.dtype if dtype is None else dtype
         if element.kind == "refused":
             refuse(rules.TRN2_ONLY, "tensor.ap", "", f"element type {element}")

@@ -8,15 +8,16 @@ from .. import rules
 from ..call import Engine as engine  # noqa: N813 - NKI's own spelling
 from ..context import refuse_name
 from ..registers import VirtualRegister
-from .control import register_alloc, register_load, register_move, register_store
+from .control import core_barrier, register_alloc, register_load, register_move, register_store
 from .elementwise import reciprocal, scalar_tensor_tensor, tensor_scalar, tensor_tensor
 from .matmul import PerfMode as matmul_perf_mode  # noqa: N813
 from .matmul import nc_matmul, nc_transpose
 from .movement import DgeMode as dge_mode  # noqa: N813
 from .movement import OobMode as oob_mode  # noqa: N813
-from .movement import dma_copy, memset, tensor_copy
+from .movement import dma_copy, dma_transpose, memset, tensor_copy
 from .reduction import ReduceCmd as reduce_cmd  # noqa: N813
-from .reduction import activation, activation_reduce, tensor_reduce
+from .reduction import activation, activation_reduce, tensor_reduce, tensor_scalar_reduce
+from .selection import affine_select, iota, nc_stream_shuffle, select_reduce, tensor_copy_predicated
 
 _TRN3 = ("nc_matmul_mx", "quantize_mx", "activate2", "exponential", "topk")
 
@@ -28,8 +29,9 @@ def __getattr__(name: str) -> NoReturn:
 
 
 __all__ = [
-    "VirtualRegister", "activation", "activation_reduce", "dge_mode", "dma_copy", "engine", "matmul_perf_mode",
-    "memset", "nc_matmul", "nc_transpose", "oob_mode", "reciprocal", "reduce_cmd", "register_alloc",
-    "register_load", "register_move", "register_store", "scalar_tensor_tensor", "tensor_copy", "tensor_reduce",
-    "tensor_scalar", "tensor_tensor",
+    "VirtualRegister", "activation", "activation_reduce", "affine_select", "core_barrier", "dge_mode", "dma_copy",
+    "dma_transpose", "engine", "iota", "matmul_perf_mode", "memset", "nc_matmul", "nc_stream_shuffle", "nc_transpose",
+    "oob_mode", "reciprocal", "reduce_cmd", "register_alloc", "register_load", "register_move", "register_store",
+    "scalar_tensor_tensor", "select_reduce", "tensor_copy", "tensor_copy_predicated", "tensor_reduce", "tensor_scalar",
+    "tensor_scalar_reduce", "tensor_tensor",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Registers."""
+"""Registers, and the barrier between the two cores."""
 
 from __future__ import annotations
 
@@ -63,3 +63,18 @@ def register_store(dst: Any, src: Any) -> None:
     if call.options.arithmetic:
         out.array()[...] = np.int32(value)
     call.finish(Engine.sync, 1)
+
+
+def core_barrier(data: Any, cores: Any, engine: Any = Engine.gpsimd, name: str | None = None) -> None:
+    """Both programs wait here; afterwards each may read what the other wrote to `data`."""
+    call = Call("core_barrier")
+    tensor = call.source("data", data, (Buffer.shared_hbm,), check_written=False)
+    if tuple(cores) != (0, 1) or call.program.count != hardware.MAX_PROGRAMS:
+        call.refuse(rules.CORE_BARRIER, "cores", f"{cores} in a launch of {call.program.count}")
+    if call.program.loops:
+        call.refuse(rules.NOT_MODELLED, "", "a barrier inside a dynamic loop")
+    chosen = call.engine(
+        engine, (Engine.tensor, Engine.vector, Engine.scalar, Engine.gpsimd, Engine.sync), Engine.gpsimd
+    )
+    call.program.core.wait_at(tensor.storage)
+    call.finish(chosen, 1)

@@ -74,8 +74,8 @@ def tensor_scalar(
         call.refuse(rules.OPERAND_KIND, "operand1", "given without op1")
     if alu1 and is_bitvec(alu0) != is_bitvec(alu1):
         call.refuse(rules.OP_CLASS, "op1", f"nl.{alu0} with nl.{alu1}")
-    value0 = _operand(call, "operand0", alu0, operand0, source)
-    value1 = _operand(call, "operand1", alu1, operand1, source) if alu1 else None
+    value0 = scalar_operand(call, "operand0", alu0, operand0, source)
+    value1 = scalar_operand(call, "operand1", alu1, operand1, source) if alu1 else None
     call.check_geometry()
     call.same_shape(out, ("data", source))
     if is_bitvec(alu0):
@@ -96,7 +96,7 @@ def _tensor_scalar_engine(call: Call, alu0: str, alu1: str, engine: Any) -> Engi
     return call.engine(engine, (Engine.vector, Engine.scalar) if scalar else (Engine.vector,), Engine.vector)
 
 
-def _operand(call: Call, role: str, alu: str, value: Any, data: Tensor) -> Tensor | Array | np.float32 | None:
+def scalar_operand(call: Call, role: str, alu: str, value: Any, data: Tensor) -> Tensor | Array | np.float32 | None:
     """A checked operand: a tile, a constant, or None for a unary operator."""
     if alu in UNARY or alu == "invert":
         if isinstance(value, Tensor) or value not in (None, 0):
@@ -161,7 +161,7 @@ def scalar_tensor_tensor(
     for role, alu in zip(("op0", "op1"), names, strict=True):
         if alu not in ARITHMETIC:
             call.refuse(rules.OP_CLASS, role, f"nl.{alu}: binary arithmetic only")
-    value = _operand(call, "operand0", names[0], operand0, source)
+    value = scalar_operand(call, "operand0", names[0], operand0, source)
     call.check_geometry()
     call.same_shape(out, ("data", source), ("operand1", tile))
     call.not_both_psum(("data", source), ("operand1", tile))

@@ -73,6 +73,38 @@ def _check_dma_mode(call: Call, priority: Any, oob_mode: Any, dge_mode: Any, eng
         call.refuse(rules.DMA_MODE, "engine", f"{engine.value} with dge_mode {dge_mode.value}")
 
 
+_TRANSPOSES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
+
+
+def dma_transpose(
+    dst: Any,
+    src: Any,
+    axes: tuple[int, ...] | None = None,
+    priority: None = None,
+    dge_mode: Any = DgeMode.unknown,
+    oob_mode: Any = OobMode.error,
+    name: str | None = None,
+) -> None:
+    """dst = src with its dimensions reversed (4-D: the first and last swapped), into SBUF, bit for bit."""
+    call = Call("dma_transpose")
+    source, out = call.source("src", src, _DMA), call.destination("dst", dst, (Buffer.sbuf,))
+    call.check_overlap()
+    _check_dma_mode(call, priority, oob_mode, dge_mode, Engine.unknown, False)
+    if dge_mode is not DgeMode.unknown:
+        call.refuse(rules.NOT_MODELLED, "dge_mode", f"{dge_mode.value}: leave the choice to the compiler")
+    wanted = _TRANSPOSES.get(source.ndim)
+    if wanted is None or (axes is not None and tuple(axes) != wanted):
+        call.refuse(rules.DMA_TRANSPOSE, "axes", f"{axes} of {source.ndim} dimensions")
+    if source.dtype.itemsize == 1 or source.dtype != out.dtype:
+        call.refuse(rules.DMA_TRANSPOSE, "dst", f"{source.dtype} to {out.dtype}")
+    if out.shape != tuple(source.shape[axis] for axis in wanted):
+        call.refuse(rules.DMA_TRANSPOSE, "dst", f"{source.shape} into {out.shape}")
+    if call.options.arithmetic:
+        bits = np.dtype(f"u{source.dtype.itemsize}")
+        out.array().view(bits)[...] = source.array().view(bits).transpose(wanted)
+    call.finish(Engine.dma, free_elements(out), dge=dge_mode.value, cast=False, dynamic=False)
+
+
 def tensor_copy(dst: Any, src: Any, engine: Any = Engine.unknown, name: str | None = None) -> None:
     """dst = src on chip: bits if the types agree, through fp32 otherwise."""
     call = Call("tensor_copy")

@@ -10,8 +10,9 @@ import numpy as np
 from .. import hardware, rules
 from ..call import Call, Engine, free_elements
 from ..numeric import F32, constant_f32, flush
-from ..operators import ACTIVATIONS, BITVEC, BITVEC_REDUCING, REDUCING, Activation, alu_name, op_name
+from ..operators import ACTIVATIONS, BITVEC, BITVEC_REDUCING, REDUCING, Activation, alu_name, is_bitvec, op_name
 from ..tensor import Tensor
+from .elementwise import apply, scalar_operand
 
 
 class ReduceCmd(Enum):
@@ -73,6 +74,42 @@ def _axes(call: Call, axis: Any, rank: int) -> tuple[int, ...]:
     if not axes or axes != expected or axes[0] < 1:
         call.refuse(rules.REDUCE_AXES, "axis", f"{axis} of {rank} dimensions")
     return axes
+
+
+def tensor_scalar_reduce(
+    dst: Any,
+    data: Any,
+    op0: Any,
+    operand0: Any,
+    reduce_op: Any,
+    reduce_res: Any,
+    reverse0: bool = False,
+    reduce_cmd: Any = ReduceCmd.reset_reduce,
+    reduce_init: None = None,
+    name: str | None = None,
+) -> None:
+    """dst = data op0 operand0, and reduce_res = its fp32 reduction over all free elements."""
+    call = Call("tensor_scalar_reduce")
+    source, out = call.source("data", data), call.destination("dst", dst)
+    alu, reduction = alu_name(call.op, "op0", op0), alu_name(call.op, "reduce_op", reduce_op)
+    if is_bitvec(alu) or alu == "rsqrt":
+        call.refuse(rules.OP_CLASS, "op0", f"nl.{alu}")
+    if reduction not in _UFUNCS:
+        call.refuse(rules.REDUCE_OP, "reduce_op", f"nl.{reduction}")
+    if reverse0 or reduce_cmd is not ReduceCmd.reset_reduce or reduce_init is not None:
+        call.refuse(rules.NOT_MODELLED, "reduce_cmd", "only reset_reduce, without reverse0 and reduce_init")
+    value = scalar_operand(call, "operand0", alu, operand0, source)
+    result = call.destination("reduce_res", reduce_res)
+    if result.shape != (source.shape[0], 1):
+        call.refuse(rules.SAME_SHAPE, "reduce_res", f"shape {result.shape}, expected {(source.shape[0], 1)}")
+    call.check_geometry()
+    call.same_shape(out, ("data", source))
+    if call.options.arithmetic:
+        with np.errstate(all="ignore"):
+            values = np.asarray(apply(call, alu, call.f32("data", source), value, False, source.ndim), np.float32)
+            call.store("dst", out, values)
+            call.store("reduce_res", result, reduce_f32(reduction, values, tuple(range(1, values.ndim))))
+    call.finish(Engine.vector, free_elements(source), alu=alu, alu1=reduction)
 
 
 def activation(
