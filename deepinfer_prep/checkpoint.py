@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,14 +97,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Give the folder of a checkpoint, or one .safetensors file.")
     if path.is_file():
-        return _assemble(path.parent, [_read_shard(path)], {}, (), [])
+        return _assemble(path.parent, [read_shard(path)], {}, (), [])
     index_name = _find_index(path)
-    weight_map = _read_index(path / index_name) if index_name else None
+    weight_map = read_index(path / index_name) if index_name else None
     names = _shard_names(path, weight_map)
-    shards = [_read_shard(path / name) for name in names]
+    shards = [read_shard(path / name) for name in names]
     warnings = []
     if weight_map is not None and index_name is not None:
-        _check_index(path / index_name, weight_map, shards)
+        check_index(path / index_name, weight_map, shards)
         warnings += _check_total_size(path / index_name, shards)
     others, other_warnings = _find_others(path, set(names))
     return _assemble(path, shards, _read_config(path), others, warnings + other_warnings)
@@ -128,7 +128,8 @@ def _assemble(
     return Checkpoint(root, tuple(shards), tensors, shard_of, config, others, tuple(warnings))
 
 
-def _read_shard(path: Path) -> Shard:
+def read_shard(path: Path) -> Shard:
+    """Read the header of one shard; errors as `read_header`."""
     state = FileState.of(path)
     return Shard(path.name, path, state, read_header(path))
 
@@ -145,7 +146,12 @@ def _find_index(folder: Path) -> str | None:
     return names[0] if names else None
 
 
-def _read_index(path: Path) -> Mapping[str, str]:
+def read_index(path: Path) -> Mapping[str, str]:
+    """The weight map of an index: tensor name -> file name, plain names only.
+
+    Raises:
+        CheckpointError: there is no weight map, or it names something outside the folder.
+    """
     index = _read_json(path)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -181,7 +187,12 @@ def _tensors(count: int) -> str:
     return f"{count:,} tensor" + ("" if count == 1 else "s")
 
 
-def _check_index(path: Path, weight_map: Mapping[str, str], shards: list[Shard]) -> None:
+def check_index(path: Path, weight_map: Mapping[str, str], shards: Iterable[Shard]) -> None:
+    """Compare an index with the headers of its shards.
+
+    Raises:
+        CheckpointError: one names a tensor that the other does not have.
+    """
     found = {tensor.name: shard.name for shard in shards for tensor in shard.header.tensors}
     absent = [name for name, shard in weight_map.items() if found.get(name) != shard]
     if absent:

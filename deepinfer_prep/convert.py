@@ -17,23 +17,22 @@ from deepinfer_prep.checkpoint import INDEX_SUFFIX, FileState, open_checkpoint
 from deepinfer_prep.digest import SegmentDigests
 from deepinfer_prep.errors import ConversionError, RefusedError
 from deepinfer_prep.execute import Execution
-from deepinfer_prep.journal import Journal, SegmentDone, read_done
+from deepinfer_prep.finish import Derived, build_manifest, derive_all, sidecar_files
+from deepinfer_prep.journal import Journal, read_done
 from deepinfer_prep.manifest import (
-    FORMAT_VERSION,
     Counts,
     FileRecord,
     Manifest,
-    SplitRecord,
     WeightRecord,
     parse_manifest,
 )
 from deepinfer_prep.output_folder import Workspace, check_separate, check_space, check_usable, is_same_run
-from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, default_workers, segments
-from deepinfer_prep.plan import MARKER, MAX_MARKER, Options, Plan, PlannedWeight, plan_conversion
+from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, default_workers
+from deepinfer_prep.plan import Options, Plan, plan_conversion
 from deepinfer_prep.progress import Meter, ProgressCallback
-from deepinfer_prep.refusals import MANIFEST_NAME, SIDECAR_INDEX, SIDECAR_PREFIX
+from deepinfer_prep.refusals import MANIFEST_NAME, SIDECAR_INDEX
 from deepinfer_prep.scan import check_values, scan_codes
-from deepinfer_prep.sidecar import Location, SidecarFile, SidecarTensor
+from deepinfer_prep.sidecar import Location
 from deepinfer_prep.storage import RangeWriter, write_file_durably
 from deepinfer_prep.transform import Tally
 
@@ -161,9 +160,9 @@ def _write_all(
     finally:
         journal.close()
     _check_unchanged(plan)
-    derived = _derive(plan, workspace)
-    files, records = _write_sidecar(plan, workspace, derived)
-    manifest = _manifest(plan, execution.results, derived, files, records)
+    derived = derive_all(plan, lambda name: _location(plan, workspace, name))
+    names, records = _write_sidecar(workspace, derived)
+    manifest = build_manifest(plan, __version__, derived, execution.results, names, records)
     write_file_durably(workspace.path(MANIFEST_NAME), manifest.to_json())
     return manifest, execution.resumed_bytes
 
@@ -177,35 +176,18 @@ def _check_unchanged(plan: Plan) -> None:
             )
 
 
-def _derive(plan: Plan, workspace: Workspace) -> dict[str, tuple[SidecarTensor, ...] | str]:
-    """The sidecar tensors of every split matrix and every weight with a derivable scale, or the reason."""
-    derived: dict[str, tuple[SidecarTensor, ...] | str] = {}
-    for name in plan.split:
-        derived[name] = sidecar.halves(name, _location(plan, workspace, name))
-    for weight in plan.weights:
-        if weight.kernel_scale.derived is not None:
-            scale = _location(plan, workspace, weight.quantized.scale)
-            found = sidecar.kernel_scale(weight.quantized.weight, scale, weight.kernel_scale.derived)
-            derived[weight.quantized.weight] = found if isinstance(found, str) else (found,)
-    return derived
-
-
 def _location(plan: Plan, workspace: Workspace, name: str) -> Location:
     file = plan.files[plan.checkpoint.shard_of[name]]
     return Location(workspace.path(file.name), len(file.header), plan.checkpoint.tensors[name])
 
 
-def _write_sidecar(
-    plan: Plan, workspace: Workspace, derived: Mapping[str, tuple[SidecarTensor, ...] | str]
-) -> tuple[list[SidecarFile], dict[str, FileRecord]]:
-    tensors = [tensor for found in derived.values() if not isinstance(found, str) for tensor in found]
-    metadata = {"format": "pt", MARKER: __version__, MAX_MARKER: str(fp8.FP8_MAX)}
-    files = sidecar.lay_out(tensors, metadata, SIDECAR_PREFIX)
+def _write_sidecar(workspace: Workspace, derived: Derived) -> tuple[list[str], dict[str, FileRecord]]:
+    files = sidecar_files(derived, __version__)
     records = {file.name: _write_file(workspace, file.name, file.size, sidecar.file_chunks(file)) for file in files}
     if files:
         index = np.frombuffer(sidecar.index_json(files), dtype=np.uint8)
         records[SIDECAR_INDEX] = _write_file(workspace, SIDECAR_INDEX, index.size, [index])
-    return files, records
+    return [file.name for file in files], records
 
 
 def _write_file(workspace: Workspace, name: str, size: int, chunks: Iterable[fp8.U8]) -> FileRecord:
@@ -218,52 +200,6 @@ def _write_file(workspace: Workspace, name: str, size: int, chunks: Iterable[fp8
             position += chunk.size
         writer.sync()
     return FileRecord(size, digests.digests())
-
-
-def _manifest(
-    plan: Plan,
-    results: Mapping[tuple[str, int], SegmentDone],
-    derived: Mapping[str, tuple[SidecarTensor, ...] | str],
-    sidecar_files: list[SidecarFile],
-    sidecar_records: Mapping[str, FileRecord],
-) -> Manifest:
-    total = Tally()
-    for done in results.values():
-        total.add(done.tally)
-    files = {file.name: _file_record(file.name, file.size, results) for file in plan.files}
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        tool_version=__version__,
-        family=plan.family,
-        source_fingerprint=plan.fingerprint,
-        options=asdict(plan.options),
-        counts=Counts(total.counts.rounded, total.counts.nan, total.counts.misread),
-        nan_tensors=dict(sorted(total.nan_codes.items())),
-        shards=tuple(shard.name for shard in plan.checkpoint.shards),
-        sidecar=tuple(file.name for file in sidecar_files),
-        activation_scales=plan.activation_scales,
-        split={name: SplitRecord(name + sidecar.HI_SUFFIX, name + sidecar.LO_SUFFIX) for name in plan.split},
-        weights={weight.quantized.weight: _weight_record(weight, derived) for weight in plan.weights},
-        files={**files, **sidecar_records},
-    )
-
-
-def _file_record(name: str, size: int, results: Mapping[tuple[str, int], SegmentDone]) -> FileRecord:
-    count = len(list(segments(size)))
-    return FileRecord(size, tuple(results[name, number].digest for number in range(count)))
-
-
-def _weight_record(weight: PlannedWeight, derived: Mapping[str, tuple[SidecarTensor, ...] | str]) -> WeightRecord:
-    quantized = weight.quantized
-    name, reason = None, weight.kernel_scale.reason
-    found = derived.get(quantized.weight)
-    if weight.kernel_scale.stored:
-        name = quantized.scale
-    elif isinstance(found, str):
-        reason = found
-    elif found is not None:
-        name = found[0].name
-    return WeightRecord(quantized.element, quantized.block, quantized.scale, name, reason)
 
 
 def _publication_order(manifest: Manifest) -> list[str]:

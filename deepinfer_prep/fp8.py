@@ -176,6 +176,16 @@ def _count_nan(piece: U8) -> int:
     return int(np.count_nonzero((piece & 0x7F) == 0x7F))
 
 
+def has_high_codes(codes: U8) -> bool:
+    """Whether any e4m3fn code of a contiguous array lies above 240 or is NaN; a fast test for halved weights."""
+    for start in range(0, codes.size, PIECE_BYTES):
+        piece = codes[start : start + PIECE_BYTES]
+        # As signed bytes the negative codes lie below zero, as unsigned bytes above the positive ones.
+        if int(piece.view(np.int8).max()) > 0x77 or int(piece.max()) > 0xF7:
+            return True
+    return False
+
+
 def split_hi_lo(values: F32) -> tuple[U16, U16]:
     """Split fp32 values into bf16 halves: hi = bf16(x), lo = bf16(x - hi).
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_prep.errors import ManifestError
+from deepinfer_prep.formats.base import Element
 from deepinfer_prep.refusals import MANIFEST_NAME
 
 FORMAT_VERSION = 1
@@ -26,7 +27,7 @@ class WeightRecord:
     e8m0 bytes that the kernels take; where it is None, `reason` says why there is none.
     """
 
-    element: str
+    element: Element
     block: tuple[int, int] | None
     scale: str
     kernel_scale: str | None

@@ -1,0 +1,43 @@
+"""Checks that the scales of an output are finite numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from deepinfer_prep import fp8
+from deepinfer_prep.container import DTYPE_BITS
+from deepinfer_prep.findings import Difference
+from deepinfer_prep.formats.base import FLOAT_DTYPES
+from deepinfer_prep.manifest import Manifest
+from deepinfer_prep.output_check import OpenOutput
+from deepinfer_prep.sidecar import Location
+from deepinfer_prep.storage import RangeReader
+
+_CHUNK_BYTES = 4 * 1024 * 1024
+
+
+def check_scales(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]:
+    """Every scale of an e4m3 weight: no e8m0 byte 255, no float that is NaN or infinite."""
+    for name in sorted({record.scale for record in manifest.weights.values() if record.element == "e4m3"}):
+        if name in output.main:
+            yield from _check_scale(output.main[name])
+
+
+def _check_scale(location: Location) -> Iterator[Difference]:
+    item = DTYPE_BITS[location.tensor.dtype] // 8
+    with RangeReader(location.path) as file:
+        for start in range(0, location.tensor.nbytes, _CHUNK_BYTES):
+            raw = np.empty(min(_CHUNK_BYTES, location.tensor.nbytes - start), dtype=np.uint8)
+            file.read_into(raw.data, location.data_start + location.tensor.start + start)
+            bad = ~_finite(raw, location.tensor.dtype)
+            if bad.any():
+                element = start // item + int(np.argmax(bad))
+                yield Difference(location.path.name, "the scale is not finite", location.tensor.name, element)
+                return
+
+
+def _finite(raw: fp8.U8, dtype: str) -> np.typing.NDArray[np.bool_]:
+    result: np.typing.NDArray[np.bool_] = np.isfinite(fp8.widen(raw, dtype)) if dtype in FLOAT_DTYPES else raw != 255
+    return result

@@ -1,0 +1,155 @@
+"""Proves a finished output against its manifest and, if given, its source.
+
+Every file is read once, in parallel, segment by segment: digests and fp8 codes are checked on the same bytes,
+and with a source each byte is recomputed by the converter's own plan. Scales are checked to be finite and
+the sidecar is recomputed from the main shards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepinfer_prep.checkpoint import open_checkpoint
+from deepinfer_prep.errors import PrepError
+from deepinfer_prep.findings import Difference, Findings
+from deepinfer_prep.manifest import Manifest, read_manifest
+from deepinfer_prep.output_check import OpenOutput, check_output
+from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, default_workers, run_parallel, segments
+from deepinfer_prep.plan import Options, OutputFile, Plan, plan_conversion
+from deepinfer_prep.progress import Meter, ProgressCallback
+from deepinfer_prep.refusals import MANIFEST_NAME
+from deepinfer_prep.segment_check import SegmentCheck, SegmentFindings, check_segment
+from deepinfer_prep.sidecar_check import check_sidecar
+from deepinfer_prep.source_check import compare_with_source
+from deepinfer_prep.value_check import check_scales
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationResult:
+    """What was read and what was found; `differences` counts all, `first` describes the first of them."""
+
+    output: Path
+    source: Path | None
+    family: str
+    files: int
+    tensors: int
+    quantized_weights: int
+    sidecar_tensors: int
+    bytes_read: int
+    """Bytes of the output whose digests were computed."""
+    nan_codes: int
+    differences: int
+    first: tuple[Difference, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return self.differences == 0
+
+
+def verify_checkpoint(
+    output: Path,
+    *,
+    source: Path | None = None,
+    workers: int | None = None,
+    chunk_size: int = DEFAULT_CHUNK_BYTES,
+    progress: ProgressCallback | None = None,
+) -> VerificationResult:
+    """Verify a finished output; with `source`, recompute every byte of it as well.
+
+    Memory is `workers` x `chunk_size` bytes of buffers, whatever the model's size.
+
+    Raises:
+        ManifestError: `output` is not a finished output, or one of another format version.
+        PrepError, OSError: the source cannot be read; differences of the output itself are findings.
+    """
+    started = time.monotonic()
+    workers = workers or default_workers()
+    manifest = read_manifest(output)
+    findings = Findings()
+    opened, structural = check_output(output, manifest)
+    for difference in structural:
+        findings.add(difference)
+    plan = _plan_again(source, manifest) if source is not None else None
+    nan_codes = _check_segments(opened, manifest, plan, findings, workers, chunk_size, progress)
+    for difference in check_scales(opened, manifest):
+        findings.add(difference)
+    for difference in check_sidecar(opened, manifest):
+        findings.add(difference)
+    if plan is not None:
+        for difference in compare_with_source(opened, manifest, plan):
+            findings.add(difference)
+    return VerificationResult(
+        output=output,
+        source=source,
+        family=manifest.family,
+        files=len(manifest.files),
+        tensors=len(opened.main),
+        quantized_weights=len(manifest.weights),
+        sidecar_tensors=len(opened.beside),
+        bytes_read=sum(record.size for record in manifest.files.values()),
+        nan_codes=nan_codes,
+        differences=findings.count,
+        first=tuple(findings.first),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _plan_again(source: Path, manifest: Manifest) -> Plan:
+    """The plan of the conversion that the manifest describes."""
+    try:
+        options = Options(**manifest.options)
+    except TypeError as error:
+        raise PrepError(
+            f"the manifest's options are not those of this version ({error}). Verify with the version "
+            f"that wrote the output, {manifest.tool_version}."
+        ) from None
+    return plan_conversion(open_checkpoint(source), options, manifest.tool_version)
+
+
+def _check_segments(
+    opened: OpenOutput,
+    manifest: Manifest,
+    plan: Plan | None,
+    findings: Findings,
+    workers: int,
+    chunk_size: int,
+    progress: ProgressCallback | None,
+) -> int:
+    checks = list(_segment_checks(opened, manifest, plan))
+    meter = Meter(progress, "verify", sum(check.nbytes for check in checks))
+    nan_codes: Counter[str] = Counter()
+    for found in run_parallel(checks, check_segment, workers, chunk_size):
+        meter.add(found.nbytes)
+        nan_codes.update(found.nan_codes)
+        _add_segment(findings, found)
+    for name in sorted({*nan_codes, *manifest.nan_tensors}):
+        expected = manifest.nan_tensors.get(name, 0)
+        if nan_codes[name] != expected:
+            problem = f"expected {expected:,} NaN codes, found {nan_codes[name]:,}"
+            findings.add(Difference(MANIFEST_NAME, problem, name))
+    return nan_codes.total()
+
+
+def _add_segment(findings: Findings, found: SegmentFindings) -> None:
+    for difference, count in found.differences:
+        findings.add(difference, count)
+
+
+def _segment_checks(opened: OpenOutput, manifest: Manifest, plan: Plan | None) -> Iterator[SegmentCheck]:
+    planned: Mapping[str, OutputFile] = {file.name: file for file in plan.files} if plan is not None else {}
+    for name, record in manifest.files.items():
+        path = opened.folder / name
+        if not path.is_file() or path.stat().st_size != record.size:
+            continue
+        expected = planned.get(name)
+        if expected is not None and expected.size != record.size:
+            expected = None
+        shard = opened.shards.get(name)
+        for number, (start, end) in enumerate(segments(record.size)):
+            yield SegmentCheck(name, path, start, end, record.digests[number], shard, manifest.weights, expected)
