@@ -42,6 +42,7 @@ class Call:
         self.options = self.program.options
         self._sources: list[tuple[str, Tensor]] = []
         self._destinations: list[tuple[str, Tensor]] = []
+        self._dynamic = False
 
     def refuse(self, rule: Rule, operand: str, found: str) -> NoReturn:
         """Raise the error of a broken rule."""
@@ -73,6 +74,7 @@ class Call:
     def _tensor(self, role: str, value: Any, buffers: tuple[Buffer, ...]) -> Tensor:
         if not isinstance(value, Tensor):
             self.refuse(rules.OPERAND_KIND, role, f"{type(value).__name__} where a tensor is needed")
+        self._dynamic |= value.is_indirect()
         tensor = value.resolved(self.op)
         if tensor.storage.dead:
             self.refuse(rules.DEAD_TENSOR, role, f"tensor of shape {tensor.storage.shape}")
@@ -190,6 +192,8 @@ class Call:
         """Mark what was written and append the instruction to the record."""
         for role, tensor in self._destinations:
             self._mark(role, tensor, code)
+        if self._dynamic:
+            flags["dynamic"] = True
         self.program.instructions.append(
             Instruction(
                 op=self.op,

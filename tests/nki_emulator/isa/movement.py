@@ -48,7 +48,6 @@ def dma_copy(
     for role, tensor in (("src", src), ("dst", dst)):
         if isinstance(tensor, Tensor) and tensor.buffer is Buffer.psum:
             call.refuse(rules.DMA_NO_PSUM, role, "in PSUM")
-    dynamic = any(isinstance(t, Tensor) and t.is_indirect() for t in (src, dst))
     source, out = call.source("src", src, _DMA), call.destination("dst", dst, _DMA)
     call.check_overlap()
     if geometry.count(source.shape) != geometry.count(out.shape):
@@ -57,7 +56,7 @@ def dma_copy(
     _check_dma_mode(call, priority, oob_mode, dge_mode, engine, cast)
     if call.options.arithmetic:
         call.move("dst", out, "src", source)
-    call.finish(Engine.dma, free_elements(out), dge=dge_mode.value, cast=cast, dynamic=dynamic)
+    call.finish(Engine.dma, free_elements(out), dge=dge_mode.value, queue=engine.value, cast=cast)
 
 
 def _check_dma_mode(call: Call, priority: Any, oob_mode: Any, dge_mode: Any, engine: Any, cast: bool) -> None:
@@ -102,7 +101,7 @@ def dma_transpose(
     if call.options.arithmetic:
         bits = np.dtype(f"u{source.dtype.itemsize}")
         out.array().view(bits)[...] = source.array().view(bits).transpose(wanted)
-    call.finish(Engine.dma, free_elements(out), dge=dge_mode.value, cast=False, dynamic=False)
+    call.finish(Engine.dma, free_elements(out), dge=dge_mode.value, cast=False)
 
 
 def tensor_copy(dst: Any, src: Any, engine: Any = Engine.unknown, name: str | None = None) -> None:
