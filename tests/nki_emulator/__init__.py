@@ -9,6 +9,6 @@ from .record import Instruction, Operand, count
 from .runner import Run, run, to_numpy, to_torch
 
 __all__ = [
-    "EmulatorError", "Finding", "Instruction", "Operand", "Options", "Rule", "RuleError", "Run", "TensorSpec", "count", "install",
-    "installed", "lint", "lint_file", "real_nki", "run", "to_numpy", "to_torch", "uninstall",
+    "EmulatorError", "Finding", "Instruction", "Operand", "Options", "Rule", "RuleError", "Run", "TensorSpec",
+    "count", "install", "installed", "lint", "lint_file", "real_nki", "run", "to_numpy", "to_torch", "uninstall",
 ]  # fmt: skip

@@ -2,7 +2,8 @@
 
 Sources: aws-neuron-sdk docs, nki/get-started/nki-language-guide and nki/migration; where a rule's message says
 "reported", kernel authors met it and the documentation is silent. Only device code is checked: functions decorated with
-nki.jit and what they call or refer to in the same module; in a module without such a function, all of them.
+nki.jit and what they call or refer to in the same module; in a module without such a function, all of them, unless the
+module imports host libraries and no nki.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def lint(module_or_source: ModuleType | str, path: str = "") -> list[Finding]:
     else:
         source, path = module_or_source, path or "<source>"
     tree = ast.parse(source, filename=path)
-    hosts = _host_names(tree)
+    hosts = _names_from(tree, HOST_MODULES)
+    if hosts and not _names_from(tree, ("nki",)):
+        return []
     findings: set[Finding] = set()
     for function in _device_functions(tree):
         findings.update(Finding(path, *found) for found in _check_function(function, hosts))
@@ -107,14 +110,15 @@ def _device_functions(tree: ast.Module) -> list[ast.FunctionDef]:
     return [node for name, node in functions.items() if name in reached]
 
 
-def _host_names(tree: ast.Module) -> set[str]:
-    """Names under which a module imports something that exists only on the host."""
-    names = set()
+def _names_from(tree: ast.Module, packages: tuple[str, ...]) -> set[str]:
+    """Names under which a module imports these packages or anything of them."""
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names.update((a.asname or a.name).split(".")[0] for a in node.names if a.name.split(".")[0] in HOST_MODULES)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in HOST_MODULES:
-            names.update(a.asname or a.name for a in node.names)
+            aliases = [alias for alias in node.names if alias.name.split(".")[0] in packages]
+            names.update((alias.asname or alias.name).split(".")[0] for alias in aliases)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in packages:
+            names.update(alias.asname or alias.name for alias in node.names)
     return names
 
 
