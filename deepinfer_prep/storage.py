@@ -111,7 +111,7 @@ def write_file_durably(path: Path, data: bytes) -> None:
     """Write a small file in full under a temporary name, sync it, and give it its name."""
     temporary = path.with_name(path.name + ".tmp")
     with RangeWriter(temporary) as file:
-        os.ftruncate(file._fd, 0)
+        file.allocate(len(data))
         file.write_from(memoryview(data), 0)
         file.sync()
     os.replace(temporary, path)

@@ -45,7 +45,8 @@ def output_chunks(
 ) -> Iterator[tuple[int, fp8.U8]]:
     """Yield (offset, bytes) pieces that tile start..end of the output file.
 
-    Each piece is valid until the next one is asked for.
+    Each piece is valid until the next one is asked for. Pieces of a data section are multiples of 8 bytes long,
+    the last one excepted.
 
     Raises:
         ConversionError: a scale has no finite double.
@@ -55,7 +56,7 @@ def output_chunks(
     if start < header_size:
         yield start, np.frombuffer(file.header, dtype=np.uint8)[start : min(end, header_size)]
     position, stop = max(start, header_size) - header_size, end - header_size
-    step = buffer.size - SLACK_BYTES
+    step = max(8, (buffer.size - SLACK_BYTES) // 8 * 8)
     while position < stop:
         upto = min(position + step, stop)
         yield position + header_size, _transform(file, source, position, upto, buffer, tally)

@@ -1,0 +1,171 @@
+"""Tells from headers alone what is in a checkpoint, what converting would do, and what stands in the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepinfer_prep.checkpoint import open_checkpoint
+from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, default_workers
+from deepinfer_prep.plan import Options, Plan, PlannedWeight, plan_conversion
+from deepinfer_prep.progress import ProgressCallback
+from deepinfer_prep.scan import scan_codes
+from deepinfer_prep.transform import SLACK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class KindRow:
+    """All tensors of one kind."""
+
+    kind: str
+    dtype: str
+    scale: str
+    """Scale dtype and block of a quantized weight, else empty."""
+    tensors: int
+    bytes: int
+    action: str
+    """What convert does with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScanResult:
+    """What reading the fp8 weights found."""
+
+    codes: int
+    rounded: int
+    nan: int
+    misread: int
+    nan_tensors: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What is known about a checkpoint before anything is converted."""
+
+    root: Path
+    family: str
+    shards: int
+    tensors: int
+    source_bytes: int
+    kinds: tuple[KindRow, ...]
+    output_bytes: int
+    sidecar_bytes: int
+    """Upper bound: a kernel scale is left out where its values turn out to have no kernel form."""
+    buffer_bytes: int
+    """Memory that convert takes for data, whatever the model's size."""
+    kernel_scales: Mapping[str, int]
+    """Quantized weights by where their kernel scale is or may come from, or the reason why there is none."""
+    split: tuple[str, ...]
+    activation_scales: tuple[str, ...]
+    scan: ScanResult | None
+    warnings: tuple[str, ...]
+    refusals: tuple[str, ...]
+
+
+def inspect_checkpoint(
+    source: Path,
+    *,
+    options: Options | None = None,
+    scan: bool = False,
+    workers: int | None = None,
+    chunk_size: int = DEFAULT_CHUNK_BYTES,
+    progress: ProgressCallback | None = None,
+) -> Inspection:
+    """Inspect a checkpoint (a folder, or one .safetensors file); with `scan`, read its fp8 weights as well.
+
+    What would make `convert_checkpoint` refuse is listed in `refusals`.
+
+    Raises:
+        ContainerError, CheckpointError: the checkpoint is damaged.
+        OSError: something cannot be read.
+    """
+    workers = workers or default_workers()
+    plan = plan_conversion(open_checkpoint(source), options or Options())
+    scanned = _scan(plan, workers, chunk_size, progress) if scan else None
+    return summarise(plan, workers, chunk_size, scanned)
+
+
+def summarise(plan: Plan, workers: int, chunk_size: int, scanned: ScanResult | None = None) -> Inspection:
+    """Put a plan into figures."""
+    return Inspection(
+        root=plan.checkpoint.root,
+        family=plan.family,
+        shards=len(plan.checkpoint.shards),
+        tensors=len(plan.checkpoint.tensors),
+        source_bytes=sum(file.state.size for file in plan.files),
+        kinds=tuple(_kinds(plan)),
+        output_bytes=plan.output_bytes,
+        sidecar_bytes=plan.sidecar_bytes,
+        buffer_bytes=workers * (chunk_size + SLACK_BYTES),
+        kernel_scales=Counter(_kernel_scale(weight) for weight in plan.weights),
+        split=plan.split,
+        activation_scales=plan.activation_scales,
+        scan=scanned,
+        warnings=plan.warnings,
+        refusals=plan.refusals,
+    )
+
+
+def _scan(plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback | None) -> ScanResult:
+    tally = scan_codes(plan, workers, chunk_size, progress)
+    weights = (weight.quantized for weight in plan.weights)
+    codes = sum(plan.checkpoint.tensors[weight.weight].elements for weight in weights if weight.element == "e4m3")
+    counts = tally.counts
+    return ScanResult(codes, counts.rounded, counts.nan, counts.misread, dict(sorted(tally.nan_codes.items())))
+
+
+def _kernel_scale(weight: PlannedWeight) -> str:
+    if weight.kernel_scale.stored:
+        return "stored"
+    return weight.kernel_scale.reason or "derived where every value is a power of two"
+
+
+def _kinds(plan: Plan) -> Iterator[KindRow]:
+    described = {**_weight_kinds(plan), **_named_kinds(plan)}
+    counts: Counter[tuple[str, str, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str, str]] = Counter()
+    for tensor in plan.checkpoint.tensors.values():
+        kind, scale, action = described.get(tensor.name, ("other", "", "copied"))
+        key = (kind, tensor.dtype, scale, action)
+        counts[key] += 1
+        sizes[key] += tensor.nbytes
+    for key in sorted(counts, key=lambda key: (key[0] == "other", -sizes[key])):
+        kind, dtype, scale, action = key
+        yield KindRow(kind, dtype, scale, counts[key], sizes[key], action)
+    if plan.checkpoint.others:
+        size = sum(other.state.size for other in plan.checkpoint.others)
+        yield KindRow("other files", "", "", len(plan.checkpoint.others), size, "copied")
+
+
+def _weight_kinds(plan: Plan) -> dict[str, tuple[str, str, str]]:
+    """Tensor name -> (kind, scale, action) for quantized weights and their scales."""
+    kinds = {}
+    for weight in plan.weights:
+        quantized = weight.quantized
+        scale = plan.checkpoint.tensors[quantized.scale].dtype
+        block = "x".join(map(str, quantized.block)) if quantized.block else "block not known"
+        if quantized.element == "e4m3":
+            kinds[quantized.weight] = ("fp8 weight", f"{scale} {_named_block(plan, weight) or block}", "halved")
+            kinds[quantized.scale] = ("fp8 scale", "", "doubled")
+        else:
+            kinds[quantized.weight] = ("fp4 weight", f"{scale} {block}", "copied")
+            kinds[quantized.scale] = ("fp4 scale", "", "copied")
+    return kinds
+
+
+def _named_block(plan: Plan, weight: PlannedWeight) -> str:
+    """ "per tensor" and "per row" for blocks that differ from weight to weight."""
+    shape, block = plan.checkpoint.tensors[weight.quantized.weight].shape, weight.quantized.block
+    if block is None or len(shape) < 2:
+        return ""
+    if block == shape[-2:] and plan.checkpoint.tensors[weight.quantized.scale].elements == 1:
+        return "per tensor"
+    return "per row" if block == (1, shape[-1]) else ""
+
+
+def _named_kinds(plan: Plan) -> dict[str, tuple[str, str, str]]:
+    kinds = dict.fromkeys(plan.split, ("mixing matrix", "", "copied; bf16 hi + lo in the sidecar"))
+    kinds |= dict.fromkeys(plan.activation_scales, ("activation scale", "", "kept"))
+    return kinds
