@@ -1,0 +1,112 @@
+"""Where a quantized weight of a live model keeps its scale, and what kinds of scale there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import stringzilla
+import torch
+from torch import nn
+
+from deepinfer_prep import fp8
+
+E8M0_DTYPES = frozenset({torch.float8_e8m0fnu, torch.uint8, torch.int16, torch.int32})
+"""Scales of e8m0 bytes: bare, or packed little-endian into words."""
+FLOAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""Scales that are floating-point numbers, by the name that the byte arithmetic knows them by."""
+PREPARED_SCALES = ("_nki_scale", "_nki_block_scale")
+"""Kernel scales that `gemm.prepare_model` attaches; they have to follow the scale they were made from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter or buffer of a model, under one of its names."""
+
+    name: str
+    tensor: torch.Tensor
+    scales: tuple[tuple[str, torch.Tensor], ...]
+    """Every scale found for it, by name."""
+    loaded: bool
+    """Whether a checkpoint fills it: a parameter or a persistent buffer."""
+
+
+def held_tensors(model: nn.Module) -> Iterator[Held]:
+    """All parameters and buffers of a model, each under every name it has."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        own: list[tuple[str, torch.Tensor | None, bool]] = [
+            *((name, parameter, True) for name, parameter in module._parameters.items()),
+            *(
+                (name, buffer, name not in module._non_persistent_buffers_set)
+                for name, buffer in module._buffers.items()
+            ),
+        ]
+        for name, tensor, loaded in own:
+            if tensor is not None:
+                prefix = f"{path}." if path else ""
+                scales = tuple((prefix + found, scale) for found, scale in _scales(module, name, tensor))
+                yield Held(prefix + name, tensor, scales, loaded)
+
+
+def main_scale(held: Held) -> torch.Tensor | None:
+    """The scale that kernels are prepared from: `.sf`, else a sibling; never one that was prepared before."""
+    prepared = [id(getattr(held.tensor, attribute, None)) for attribute in PREPARED_SCALES]
+    return next((scale for _, scale in held.scales if id(scale) not in prepared), None)
+
+
+def _scales(module: nn.Module, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    unscaled = True
+    for attribute in ("sf", *PREPARED_SCALES):
+        if isinstance(scale := getattr(tensor, attribute, None), torch.Tensor):
+            unscaled = False
+            yield f"{name}.{attribute}", scale
+    for sibling in (f"{name}_scale_inv", f"{name}_scale"):
+        if (beside := _own_tensor(module, sibling)) is not None:
+            unscaled = False
+            yield sibling, beside
+    # A plain `scale` may be something else (of a norm, of attention), so it counts only where there is no other.
+    if unscaled and name == "weight" and (beside := _own_tensor(module, "scale")) is not None:
+        yield "scale", beside
+
+
+def _own_tensor(module: nn.Module, name: str) -> torch.Tensor | None:
+    # Not getattr, which would run the module's properties.
+    for place in (module._parameters, module._buffers, module.__dict__):
+        if isinstance(found := place.get(name), torch.Tensor):
+            return found
+    return None
+
+
+def kind(scale: torch.Tensor) -> str | None:
+    """What its elements are: "E8M0", a name of `FLOAT_NAMES`, or None for no known form of a scale."""
+    return "E8M0" if scale.dtype in E8M0_DTYPES else FLOAT_NAMES.get(scale.dtype)
+
+
+def problem(codes: fp8.U8, kind_of_scale: str, doubled: bool) -> str | None:
+    """What makes some bytes of a scale unusable, in words: NaN, infinity, or values without a finite double.
+
+    Args:
+        doubled: whether they are to be doubled; otherwise it is enough that they are finite.
+    """
+    if doubled:
+        try:
+            double(codes, kind_of_scale, np.empty_like(codes))
+        except OverflowError as error:
+            return str(error)
+        return None
+    if kind_of_scale == "E8M0":
+        return "holds the e8m0 byte 255 (NaN)" if stringzilla.find(codes.data, b"\xff") >= 0 else None
+    return None if np.isfinite(fp8.widen(codes, kind_of_scale)).all() else "holds NaN or infinity"
+
+
+def double(codes: fp8.U8, kind_of_scale: str, out: fp8.U8) -> None:
+    """Double the scale values in some bytes.
+
+    Raises:
+        OverflowError: a value is not finite or has no finite double.
+    """
+    if kind_of_scale == "E8M0":
+        fp8.double_e8m0(codes, out)
+    else:
+        fp8.double_float(codes, kind_of_scale, out)
