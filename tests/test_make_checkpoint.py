@@ -195,7 +195,7 @@ def test_files_are_what_safetensors_itself_would_write(sample: SampleCheckpoint)
 
 def test_index_agrees_with_headers(sample: SampleCheckpoint) -> None:
     index = json.loads((sample.folder / "model.safetensors.index.json").read_text())
-    names = {}
+    names: dict[str, str] = {}
     for shard in sample.shards:
         with safe_open(sample.folder / shard.filename, "pt") as file:
             names |= dict.fromkeys(file.keys(), shard.filename)

@@ -7,7 +7,7 @@ from typing import Any
 
 from .builder import Builder, Package, Style, shard_names
 from .deepseek import FINE_GRAINED, HIDDEN, INNER, SQUARE, VOCAB
-from .rules import Blocks, Experts, GroupedBlocks, WholeTensor
+from .rules import Blocks, Experts, GroupedBlocks, Rows, WholeTensor
 
 QWEN = Style(".weight_scale_inv", Blocks(128, 128), "BF16")
 QWEN_F16 = Style(".weight_scale_inv", Blocks(128, 128), "F16")
@@ -56,6 +56,14 @@ def qwen38_ngram_scalar(b: Builder) -> Package:
     prefix = "model.language_model.layers.1.ple.ple_embedding.ngram_embedding."
     shards = [f"{prefix}shards.{n}.weight" for n in range(4)]
     b.fp8_shared(shards, prefix + "weight_scale", 50, 160, style=Style("", WholeTensor(), "BF16"))
+    return Package(_nested(_qwen_config("qwen4_exp")), shard_names(2))
+
+
+def qwen38_ngram_rows(b: Builder) -> Package:
+    """A rebuild of the table with one scale a row."""
+    for n in range(4):
+        module = f"model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_{n}"
+        b.fp8(module, 50, 160, style=Style(".weight_scale", Rows(), "BF16"))
     return Package(_nested(_qwen_config("qwen4_exp")), shard_names(2))
 
 

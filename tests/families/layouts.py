@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from . import deepseek, fine_grained, other_quantizers
+from . import compressed_tensors, deepseek, fine_grained, modelopt, other_quantizers
 from .builder import Builder, Fp8Weight, Layout, Package
 
 __all__ = ["LAYOUTS", "Fp8Weight", "Layout", "Recipe", "write_layout"]
@@ -61,6 +61,7 @@ LAYOUTS: Mapping[str, Recipe] = {
             "qwen3_moe": "Qwen3 MoE",
             "qwen38_ngram": "Qwen3.8",
             "qwen38_ngram_scalar": "Qwen3.8, scalar scale",
+            "qwen38_ngram_rows": "Qwen3.8, scale by row",
             "mimo_v2_flash": "MiMo-V2-Flash",
             "mimo_v25_pro": "MiMo-V2.5-Pro",
             "mimo_v25": "MiMo-V2.5",
@@ -72,18 +73,31 @@ LAYOUTS: Mapping[str, Recipe] = {
         },
     ),
     **_packages(
-        other_quantizers,
+        compressed_tensors,
         {
             "llama_channel": "compressed-tensors, channel",
             "llama_tensor_static": "compressed-tensors, tensor, static",
             "llama_block": "compressed-tensors, block",
             "llama_mxfp8": "compressed-tensors, MXFP8",
+            "llama_nvfp4": "compressed-tensors, NVFP4",
             "glm_45": "GLM-4.5",
             "kimi_k2_thinking": "Kimi-K2-Thinking",
+            "kimi_k3": "Kimi-K3",
+        },
+    ),
+    **_packages(
+        modelopt,
+        {
             "modelopt_fp8": "ModelOpt FP8",
+            "modelopt_fp8_channel": "ModelOpt FP8, channel",
             "modelopt_fp8_block": "ModelOpt FP8, block",
             "modelopt_nvfp4": "ModelOpt NVFP4",
-            "modelopt_mixed": "ModelOpt mixed",
+            "modelopt_mixed": "ModelOpt, mixed",
+        },
+    ),
+    **_packages(
+        other_quantizers,
+        {
             "gpt_oss": "gpt-oss",
             "mistral_native": "Mistral, own format",
             "fbgemm": "FBGEMM",

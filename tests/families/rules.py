@@ -66,6 +66,18 @@ class GroupedBlocks:
 
 
 @dataclass(frozen=True)
+class SpreadBlocks:
+    """128 x 128 blocks whose scale keeps a dimension of 1 behind each of its two: [rows, 1, columns, 1]."""
+
+    def scale_shape(self, shape: Shape) -> Shape:
+        rows, columns = Blocks(128, 128).scale_shape(shape)
+        return rows, 1, columns, 1
+
+    def scale_index(self, shape: Shape) -> Indices:
+        return Blocks(128, 128).scale_index(shape)
+
+
+@dataclass(frozen=True)
 class WholeTensor:
     """One scale for the whole weight, stored with the given shape: () or (1,)."""
 

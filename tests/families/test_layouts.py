@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from families.layouts import LAYOUTS, Layout, write_layout
 from families.raw import Stored, read_metadata, write_file
-from families.rules import Blocks, Experts, GroupedBlocks, Rows, Rule, WholeTensor
+from families.rules import Blocks, Experts, GroupedBlocks, Rows, Rule, SpreadBlocks, WholeTensor
 
 TORCH_TYPES = {
     "U8": torch.uint8,
@@ -91,6 +91,8 @@ def test_layouts_without_fp8_weights_are_these(written: dict[str, Layout]) -> No
         "diffusion_e5m2",
         "gpt_oss",
         "kimi_k2_thinking",
+        "kimi_k3",
+        "llama_nvfp4",
         "modelopt_nvfp4",
         "transformer_engine",
     }
@@ -135,6 +137,8 @@ def test_released_grids_that_are_easy_to_get_wrong(written: dict[str, Layout]) -
     assert shapes["mimo_v25_pro", "model.layers.0.self_attn.qkv_proj.weight_scale_inv"] == (16, 2)
     assert shapes["minimax_m3", "model.layers.0.self_attn.q_proj.weight_scale_inv"] == (100, 8)
     assert shapes["deepseek_v4", "hc_head_fn"] == (4, 1024)
+    assert shapes["modelopt_fp8_block", "model.layers.0.mlp.down_proj.weight_scale"] == (2, 1, 2, 1)
+    assert shapes["modelopt_fp8_channel", "model.layers.0.mlp.down_proj.weight_scale"] == (256,)
     assert shapes["mistral_hf", "model.language_model.layers.0.mlp.down_proj.weight_scale_inv"] == ()
 
 
@@ -183,7 +187,7 @@ def test_plain_casts_hold_codes_above_240_only_where_said(written: dict[str, Lay
 
 
 def test_e4m3_scales_reach_beyond_240(written: dict[str, Layout]) -> None:
-    for name in ("modelopt_nvfp4", "modelopt_mixed"):
+    for name in ("modelopt_nvfp4", "modelopt_mixed", "llama_nvfp4"):
         stored = written[name].read()
         codes = np.concatenate([stored[scale].codes.ravel() for scale in written[name].fp8_scales])
         assert 0x78 <= codes.max() <= 0x7E
@@ -203,6 +207,12 @@ def test_block_rule_is_torch_repeat_interleave() -> None:
     codes, scale = torch.randn(200, 330, dtype=torch.float64), torch.rand(2, 3, dtype=torch.float64)
     expanded = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :330]
     np.testing.assert_array_equal(Rule(Blocks(128, 128))(codes.numpy(), scale.numpy()), (codes * expanded).numpy())
+
+
+def test_spread_block_rule_is_the_block_rule() -> None:
+    random = np.random.default_rng(0)
+    codes, scale = random.standard_normal((130, 260)), random.random((2, 1, 3, 1))
+    np.testing.assert_array_equal(Rule(SpreadBlocks())(codes, scale), Rule(Blocks(128, 128))(codes, scale[:, 0, :, 0]))
 
 
 def test_stacked_block_rule_is_the_rule_of_each_expert() -> None:
