@@ -158,17 +158,16 @@ class Builder:
         """An e4m3fn tensor that only says how others are stored."""
         self._note("markers", self.add(name, Stored.of("F8_E4M3", np.zeros(shape))))
 
-    def fp4(self, module: str, rows: int, columns: int, *, dtype: str = "I8", scale_suffix: str = ".scale") -> None:
-        """A packed e2m1 weight (even column in the low four bits) and its per-row scales of 32 columns."""
-        style = Style(scale_suffix, Blocks(1, 32), "F8_E8M0", power_of_two=True)
+    def fp4(self, module: str, rows: int, columns: int) -> None:
+        """A packed e2m1 weight (I8, even column in the low four bits) and its scales for 32 columns of a row."""
+        style = Style(".scale", Blocks(1, 32), "F8_E8M0")
         source = self.values(rows, columns)
         scale = scale_for(source, style, E2M1_MAX)
-        codes = Stored.of("F8_E8M0", scale.values)  # the same powers of two, to divide by
-        quotient = source / codes.values.reshape(-1)[style.grid.scale_index(source.shape)]
+        quotient = source / style.rule(np.ones(source.shape), scale.values)
         nibbles = quotient.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
         packed = nibbles[:, ::2] | nibbles[:, 1::2] << 4
-        weight = self.add(module + ".weight", Stored(dtype, packed.shape, packed.tobytes()))
-        self.note_packed(weight, self.add(module + scale_suffix, scale))
+        weight = self.add(module + ".weight", Stored("I8", packed.shape, packed.tobytes()))
+        self.note_packed(weight, self.add(module + ".scale", scale))
 
     def activation_scale(self, name: str, *shape: int, dtype: str = "F32") -> None:
         """A static scale calibrated for a range of 448."""
