@@ -42,6 +42,7 @@ from sample_checkpoint.quantize import (
 )
 from sample_checkpoint.table import entries, total_bytes
 from sample_checkpoint.values import block_values, row_blocks
+from sample_checkpoint.writer import write_shards
 
 
 def every_rounding_case() -> npt.NDArray[np.float32]:
@@ -286,7 +287,14 @@ def test_the_same_options_give_the_same_bytes_and_another_seed_others(sample: Sa
         assert content != (other.folder / shard.filename).read_bytes()
 
 
-def test_values_do_not_depend_on_how_they_are_read(sample: SampleCheckpoint) -> None:
+@pytest.mark.parametrize("workers", [1, 3])
+def test_bytes_do_not_depend_on_the_number_of_workers(workers: int, sample: SampleCheckpoint, tmp_path: Path) -> None:
+    write_shards(tmp_path, sample.shards, sample.entries, sample.seed, workers)
+    for shard in sample.shards:
+        assert (tmp_path / shard.filename).read_bytes() == (sample.folder / shard.filename).read_bytes()
+
+
+def test_values_do_not_depend_on_how_they_are_read() -> None:
     entry = next(entry for entry in entries(choose_dims(SampleOptions())) if len(list(row_blocks(entry))) > 2)
     start, stop = list(row_blocks(entry))[1]
     np.testing.assert_array_equal(source_values(entry, 5)[start:stop], block_values(entry, 5, start, stop))
