@@ -1,0 +1,77 @@
+"""GEMM kernels on block-quantized weights for Trainium2 (NKI 0.6).
+
+fp8 codes, fp4 codes and e8m0 scales cross the framework boundary as uint8; e4m3 codes are at most 0x77 (sign aside),
+as `deepinfer-prep convert` writes them. Each `_2core` kernel is a function of its own because frameworks cache compiled
+kernels by function, not by grid: launch it with grid 2, the others with grid 1.
+"""
+
+import nki
+import nki.language as nl
+
+from . import gemm_block128, gemm_fp4, gemm_fp8
+from .gate import fill_zero, trips_if_one
+
+
+@nki.jit
+def fp8_linear_raw(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """x bf16 [m, k] times w^T, w uint8 [n, k] (e4m3) with scale uint8 [ceil(n/32), ceil(k/32)] (e8m0): bf16 [m, n]."""
+    return gemm_fp8.linear(x, w, scale, False)
+
+
+@nki.jit
+def fp8_linear_raw_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp8_linear_raw` on two cores, n a multiple of 256."""
+    return gemm_fp8.linear(x, w, scale, False)
+
+
+@nki.jit
+def fp8_linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp8_linear_raw` of x after a round trip through e4m3 in blocks of 32 columns."""
+    return gemm_fp8.linear(x, w, scale, True)
+
+
+@nki.jit
+def fp8_linear_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp8_linear` on two cores, n a multiple of 256."""
+    return gemm_fp8.linear(x, w, scale, True)
+
+
+@nki.jit
+def fp8_linear_block128(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """x bf16 [m, k] times w^T, w uint8 [n, k] (e4m3) with scale fp32 [ceil(n/128), ceil(k/128)]: bf16 [m, n]."""
+    return gemm_block128.linear(x, w, scale)
+
+
+@nki.jit
+def fp8_linear_block128_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp8_linear_block128` on two cores, n a multiple of 256."""
+    return gemm_block128.linear(x, w, scale)
+
+
+@nki.jit
+def fp4_linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """x bf16 [m, k] times w^T, w uint8 [n, k/2] (two e2m1 codes a byte), scale uint8 [n, k/32] (e8m0): bf16 [m, n]."""
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    gemm_fp4.linear(out, x, w, scale)
+    return out
+
+
+@nki.jit
+def fp4_linear_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp4_linear` on two cores, n a multiple of 256."""
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    gemm_fp4.linear(out, x, w, scale)
+    return out
+
+
+@nki.jit
+def fp4_linear_2core_gated(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, flag: nl.ndarray) -> nl.ndarray:
+    """`fp4_linear_2core` where flag int32 [1, 1] is 1; otherwise zeros, and no weight is read."""
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    fill_zero(out)
+
+    def once(_index: nl.ndarray) -> None:
+        gemm_fp4.linear(out, x, w, scale)
+
+    nl.fori_loop(0, trips_if_one(flag), once)
+    return out

@@ -1,0 +1,56 @@
+"""e8m0 block scales on chip."""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from .tiles import BANK_FP32, P, k_groups, k_tiles
+
+MANTISSA_BITS = 23
+BLOCK = 32
+"""Columns (and, for e4m3 weights, rows) that share a scale."""
+
+
+def decode_e8m0(dst: nl.ndarray, codes: nl.ndarray) -> None:
+    """dst int32 = the fp32 bits of 2^(b - 127) for bytes b: view it as float32.
+
+    Byte 0 gives 0.0: 2^-127 is a subnormal fp32 number, which engines may read as zero. Byte 255 (NaN) gives inf.
+    """
+    nisa.tensor_copy(dst=dst, src=codes, engine=nisa.engine.vector)
+    nisa.tensor_scalar(dst=dst, data=dst, op0=nl.left_shift, operand0=MANTISSA_BITS)
+
+
+def load_block_scales(scale: nl.ndarray, first_row: int, rows: int, width: int) -> nl.ndarray:
+    """Scales of 32 x 32 blocks as fp32 [128, k tiles, row blocks] in SBUF, transposed like the weights' k tiles.
+
+    scale uint8 [n / 32, k / 32]; rows first_row ... of the weight. Partition p of a k tile holds the scale of column
+    p * width / 128.
+    """
+    k = scale.shape[1] * BLOCK
+    per_block = BLOCK * P // width
+    st = nl.ndarray((P, k_tiles(k, width), rows // BLOCK), dtype=nl.float32, buffer=nl.sbuf)
+    for start in range(0, rows // BLOCK, P):
+        count = min(P, rows // BLOCK - start)
+        block_row = first_row // BLOCK + start
+        codes = nl.ndarray((count, k // BLOCK), dtype=nl.uint8, buffer=nl.sbuf)
+        nisa.dma_copy(dst=codes, src=scale[block_row : block_row + count, :])
+        bits = nl.ndarray((count, k // BLOCK), dtype=nl.int32, buffer=nl.sbuf)
+        decode_e8m0(bits, codes)
+        for group in k_groups(k, width, BANK_FP32 // count):
+            _transpose_scales(st, start, bits.view(nl.float32), group, per_block)
+    return st
+
+
+def _transpose_scales(st: nl.ndarray, start: int, scales: nl.ndarray, group: list[int], per_block: int) -> None:
+    """One group of k tiles: every column of `scales` repeated on the `per_block` partitions of its block."""
+    count = scales.shape[0]
+    first = group[0]
+    tiles = group[1]
+    partitions = group[2]
+    bank = nl.ndarray((partitions, tiles, count), dtype=nl.float32, buffer=nl.psum)
+    for index in range(tiles):
+        column = (first + index) * P // per_block
+        blocks = scales[:, column : column + partitions // per_block]
+        nisa.nc_transpose(dst=bank[:, index, :], data=blocks.expand_dim(2).broadcast(2, per_block))
+    nisa.tensor_copy(
+        dst=st[0:partitions, first : first + tiles, start : start + count], src=bank, engine=nisa.engine.vector
+    )
