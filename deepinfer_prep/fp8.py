@@ -129,7 +129,7 @@ def double_float(values: U8, dtype: str, out: U8) -> None:
         NoExactResultError: an element is NaN or infinite, or its double is infinite.
     """
     floats = widen(values, dtype)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         doubled = floats + floats
     if not np.isfinite(doubled).all():
         index = int(np.argmin(np.isfinite(doubled)))

@@ -34,7 +34,7 @@ def run_parallel(
     """Yield work(item, buffer) for every item, in the order of completion.
 
     At most `workers` buffers of `chunk_size` bytes exist. The first error stops the hand-out of items and is
-    raised after the pieces that are under way have ended; so is an interrupt of the caller.
+    raised after the pieces that are under way have ended and their results were yielded.
     """
     local = threading.local()
 
@@ -53,8 +53,14 @@ def run_parallel(
             if not pending:
                 return
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
+            failed = [future for future in done if future.exception() is not None]
+            if failed:
+                executor.shutdown(wait=True, cancel_futures=True)
+                done |= {future for future in pending if not future.cancelled()}
+            # What has succeeded is not lost with what has failed.
+            yield from (future.result() for future in done if future.exception() is None)
+            for future in failed:
+                future.result()
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 
