@@ -61,11 +61,11 @@ class Call:
         return tensor
 
     def destination(self, role: str, value: Any, buffers: tuple[Buffer, ...] = ON_CHIP) -> Tensor:
-        """An output tensor: in a legal place, alive, writable, without stride-0 dimensions."""
+        """An output tensor: in a legal place, alive, writable, addressing each element once."""
         tensor = self._tensor(role, value, buffers)
         if tensor.storage.read_only:
             self.refuse(rules.READ_ONLY_ARGUMENT, role, f"argument of shape {tensor.storage.shape}")
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.strides, strict=True)):
+        if geometry.repeats(tensor.shape, tensor.strides):
             self.refuse(rules.BROADCAST_WRITE, role, f"shape {tensor.shape}, strides {tensor.strides}")
         self._check_psum_words(role, tensor)
         self._destinations.append((role, tensor))
@@ -254,16 +254,25 @@ def _describe(role: str, tensor: Tensor) -> Operand:
 
 
 def _overlap(dst: Tensor, src: Tensor) -> bool:
-    """Whether two views share bytes without being the same view."""
+    """Whether two views share bytes without being the same view (in HBM: whether their extents do)."""
     if dst.storage is not src.storage:
         return False
     same = dst.dtype.itemsize == src.dtype.itemsize and dst.offset == src.offset
     if same and dst.shape == src.shape and dst.strides == src.strides:
         return False
-    rows = max(dst.partition, src.partition), min(dst.partition + dst.shape[0], src.partition + src.shape[0])
-    if rows[0] >= rows[1]:
+    if dst.row_offset >= _row_end(src) or src.row_offset >= _row_end(dst):
         return False
-    return bool(np.intersect1d(_free_bytes(dst), _free_bytes(src), assume_unique=False).size)
+    if not dst.buffer.on_chip:
+        return True
+    rows = max(dst.partition, src.partition), min(dst.partition + dst.shape[0], src.partition + src.shape[0])
+    return rows[0] < rows[1] and bool(np.intersect1d(_free_bytes(dst), _free_bytes(src)).size)
+
+
+def _row_end(tensor: Tensor) -> int:
+    """Byte offset within a partition (in HBM: of the tensor) just behind the last element."""
+    first = 1 if tensor.buffer.on_chip else 0
+    last = geometry.extent(tensor.shape[first:], tensor.strides[first:])
+    return tensor.row_offset + (last + 1) * tensor.dtype.itemsize
 
 
 def _free_bytes(tensor: Tensor) -> Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -47,8 +48,8 @@ class Program:
     """Trip number of each dynamic loop that is running."""
     trips: list[tuple[str, int]] = field(default_factory=list)
     """(location, trip count) of each dynamic loop that ran: must agree between cores."""
-    scopes: list[list[Storage]] = field(default_factory=list)
-    """Storages allocated by the current trip of each running loop."""
+    scopes: list[weakref.WeakSet[Storage]] = field(default_factory=list)
+    """Storages of the current trip of each running loop; weak, so that a trip frees what it no longer names."""
     activations: set[str] = field(default_factory=set)
     registers: dict[str, Any] = field(default_factory=dict)
     """Accumulator registers of ScalarE and VectorE."""

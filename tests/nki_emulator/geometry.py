@@ -21,6 +21,18 @@ def extent(shape: Shape, strides: Shape) -> int:
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+def repeats(shape: Shape, strides: Shape) -> bool:
+    """Whether an access pattern may address an element more than once."""
+    reach = 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def run_length(shape: Shape, strides: Shape) -> int:
     """Elements of the innermost contiguous run."""
     run = 1

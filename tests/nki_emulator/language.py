@@ -90,7 +90,7 @@ def shared_identity_matrix(n: int, dtype: Any = dtypes.uint8) -> Tensor:
         tensor.storage.marks.write(tensor.byte_view(), OTHER)
         program.identities[key] = tensor.storage
         if program.scopes:
-            program.scopes[-1].remove(tensor.storage)
+            program.scopes[-1].discard(tensor.storage)
         call = Call("shared_identity_matrix")
         call.source("constant", tensor)
         call.finish(Engine.dma, free_elements(tensor))

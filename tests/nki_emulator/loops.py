@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -64,11 +65,11 @@ def _run(op: str, indices: Any, trip: Callable[[int], None]) -> None:
     for index in indices:
         program.loops[-1] = trips
         start = len(program.instructions)
-        program.scopes.append([])
+        program.scopes.append(weakref.WeakSet())
         trip(index)
         _close_scope(program)
         signature = [_signature(instruction) for instruction in program.instructions[start:]]
-        if program.options.arithmetic and issued is not None and signature != issued:
+        if issued is not None and signature != issued:
             refuse(rules.LOOP_BODY, op, "body_fun", f"trip {trips} issues other instructions than trip 0")
         issued, trips = signature, trips + 1
     program.loops.pop()

@@ -197,7 +197,7 @@ def allocate(buffer: Buffer, shape: tuple[int, ...], dtype: DType) -> Storage:
     if program.options.arithmetic and storage.data is None:
         storage.data = np.empty(storage.size, np.uint8)
     if program.scopes:
-        program.scopes[-1].append(storage)
+        program.scopes[-1].add(storage)
     return storage
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import operators, rules
+from .. import rules
 from ..call import Call, Engine, free_elements
 from ..dtypes import DType
 from ..memory import Buffer
-from ..numeric import Array, constant_f32, constant_int
+from ..numeric import Array, constant_f32, constant_int, flush
 from ..operators import ARITHMETIC, BITVEC, SHIFTS, UNARY, alu_name, is_bitvec
 from ..tensor import Tensor
 
@@ -96,7 +96,9 @@ def _tensor_scalar_engine(call: Call, alu0: str, alu1: str, engine: Any) -> Engi
     return call.engine(engine, (Engine.vector, Engine.scalar) if scalar else (Engine.vector,), Engine.vector)
 
 
-def scalar_operand(call: Call, role: str, alu: str, value: Any, data: Tensor) -> Tensor | Array | np.float32 | None:
+def scalar_operand(
+    call: Call, role: str, alu: str, value: Any, data: Tensor, *, any_dtype: bool = False
+) -> Tensor | Array | np.float32 | None:
     """A checked operand: a tile, a constant, or None for a unary operator."""
     if alu in UNARY or alu == "invert":
         if isinstance(value, Tensor) or value not in (None, 0):
@@ -111,7 +113,7 @@ def scalar_operand(call: Call, role: str, alu: str, value: Any, data: Tensor) ->
         _check_shift(call, alu, constant, data.dtype)
         return constant
     if isinstance(value, Tensor):
-        return call.per_partition(role, value, data)
+        return call.per_partition(role, value, data, any_dtype=any_dtype)
     return constant_f32(value, call.op, role)
 
 
@@ -131,15 +133,16 @@ def apply(call: Call, alu: str, left: Any, operand: Any, reverse: bool, rank: in
     """One operator on fp32 values (or integers, for bitvec) and a constant or per-partition operand."""
     if alu == "invert":
         return np.invert(left)
+    if is_bitvec(alu):
+        right = np.broadcast_to(operand, left.shape)
+        return BITVEC[alu](right, left) if reverse else BITVEC[alu](left, right)
     if alu in UNARY:
-        return UNARY[alu](left)
+        return flush(UNARY[alu](left), call.options)
     right = operand
     if isinstance(operand, Tensor):
         right = call.f32("operand", operand).reshape((-1,) + (1,) * (rank - 1))
-    function = operators.BITVEC[alu] if is_bitvec(alu) else ARITHMETIC[alu]
-    if not reverse:
-        return function(left, right)
-    return function(np.broadcast_to(right, left.shape) if is_bitvec(alu) else right, left)
+    result = ARITHMETIC[alu](right, left) if reverse else ARITHMETIC[alu](left, right)
+    return flush(np.asarray(result, np.float32), call.options)
 
 
 def scalar_tensor_tensor(
@@ -161,7 +164,7 @@ def scalar_tensor_tensor(
     for role, alu in zip(("op0", "op1"), names, strict=True):
         if alu not in ARITHMETIC:
             call.refuse(rules.OP_CLASS, role, f"nl.{alu}: binary arithmetic only")
-    value = scalar_operand(call, "operand0", names[0], operand0, source)
+    value = scalar_operand(call, "operand0", names[0], operand0, source, any_dtype=True)
     call.check_geometry()
     call.same_shape(out, ("data", source), ("operand1", tile))
     call.not_both_psum(("data", source), ("operand1", tile))

@@ -200,7 +200,8 @@ def _activate(call: Call, function: Activation, source: Tensor, scale: Any, bias
     column = (-1,) + (1,) * (source.ndim - 1)
     factor = call.f32("scale", scale).reshape(column) if isinstance(scale, Tensor) else scale
     shift = call.f32("bias", bias).reshape(column) if isinstance(bias, Tensor) else bias
-    values = np.asarray(call.f32("data", source) * factor + shift, np.float32)
+    scaled = flush(np.asarray(call.f32("data", source) * factor, np.float32), call.options)
+    values = flush(np.asarray(scaled + shift, np.float32), call.options)
     checked = np.abs(values) if function.both_signs else values
     outside = ~((checked >= function.low) & (checked <= function.high)) & ~np.isnan(checked)
     if outside.any():
