@@ -44,7 +44,7 @@ def split_fn(fn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         fn: float32, any shape.
 
     Raises:
-        OverflowError: a value is not finite, or too large for bf16.
+        deepinfer_prep.fp8.NoExactResultError: a value is not finite, or too large for bf16.
     """
     hi, lo = fp8.split_hi_lo(fn.detach().cpu().contiguous().numpy())
     halves = [torch.from_numpy(half.view("int16")).view(torch.bfloat16).to(fn.device) for half in (hi, lo)]
@@ -70,7 +70,7 @@ def prepare_model(model: nn.Module) -> int:
             continue
         try:
             halves[id(fn)] = (fn, *split_fn(fn))
-        except OverflowError as error:
+        except fp8.NoExactResultError as error:
             reasons.append(f"{held.name}: {error}")
     if reasons:
         raise RefusedError((*reasons, "No matrix was split; load a sound checkpoint."))
