@@ -174,3 +174,17 @@ def test_a_pattern_that_may_repeat_an_element_is_noticed(dims: list[tuple[int, i
         addresses = (addresses[:, None] + np.arange(size) * stride).reshape(-1)
     if len(set(addresses.tolist())) < addresses.size:
         assert geometry.repeats(shape, strides)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), min_size=1, max_size=4))
+def test_merging_dimensions_keeps_the_order_of_addresses(dims: list[tuple[int, int]]) -> None:
+    def addresses(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+        result = np.zeros(1, np.int64)
+        for size, stride in zip(shape, strides, strict=True):
+            result = (result[:, None] + np.arange(size) * stride).reshape(-1)
+        return result.tolist()
+
+    shape, strides = tuple(d[0] for d in dims), tuple(d[1] for d in dims)
+    merged = geometry.merged(shape, strides)
+    assert addresses(*merged) == addresses(shape, strides)
+    assert len(merged[0]) <= len(shape)

@@ -119,6 +119,10 @@ class Call:
             step = 128 if count > 64 else 64 if count > 32 else 32
             if start % step:
                 self.refuse(rules.PARTITION_START, role, f"{count} partitions starting at {start}")
+            free = geometry.merged(tensor.shape[1:], tensor.strides[1:])[0]
+            if len(free) > hardware.MAX_FREE_DIMS:
+                found = f"{len(free)} free dimensions after merging: shape {tensor.shape}, strides {tensor.strides}"
+                self.refuse(rules.FREE_DIMS, role, found)
             if tensor.buffer is Buffer.psum:
                 elements = geometry.count(tensor.shape[1:])
                 if elements > hardware.PSUM_MAX_ELEMENTS:

@@ -33,6 +33,19 @@ def repeats(shape: Shape, strides: Shape) -> bool:
     return False
 
 
+def merged(shape: Shape, strides: Shape) -> tuple[Shape, Shape]:
+    """The same addresses with as few dimensions as possible: size 1 dropped, neighbours merged where they continue."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    return tuple(size for size, _ in dims), tuple(stride for _, stride in dims)
+
+
 def run_length(shape: Shape, strides: Shape) -> int:
     """Elements of the innermost contiguous run."""
     run = 1

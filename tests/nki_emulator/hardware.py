@@ -26,6 +26,8 @@ VECTOR_TRANSPOSE_MAX = 32
 DOUBLE_ROW_FREE_DIM = 2
 
 MAX_VIEW_RANK = 5
+MAX_FREE_DIMS = 3
+"""Free dimensions of one operand of a compute instruction: most have no room for a fourth."""
 MAX_STRIDE = 2**15 - 1
 MAX_FREE_SIZE = 2**16 - 1
 

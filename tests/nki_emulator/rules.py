@@ -61,6 +61,11 @@ INDEX_RANGE = Rule("index-range", "an index or slice lies inside the tensor; it 
 INDEX_KIND = Rule("index-kind", "index with integers, slices, nl.ds and `...` only", _GUIDE)
 VIEW = Rule("view", "a view addresses the storage it is taken from, without copying", _LANGUAGE + " (tensor views)")
 VIEW_RANK = Rule("view-rank", "an access pattern has at most a partition and four free dimensions", _APS)
+FREE_DIMS = Rule(
+    "free-dims",
+    "a compute operand steps through at most three free dimensions, counted after merging",
+    _APS + " (most instructions support 1D to 3D; it does not say which support 4D)",
+)
 STRIDE_RANGE = Rule("stride-range", "an element step is a signed and a size an unsigned 16-bit number", _APS)
 BROADCAST_WRITE = Rule("broadcast-write", "a destination addresses every element once", _APS)
 SAME_SHAPE = Rule(

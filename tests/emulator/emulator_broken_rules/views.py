@@ -187,3 +187,9 @@ def shifted_copy_in_place() -> None:
 def shifted_dma_in_place() -> None:
     t = tile((P, 8))
     nisa.dma_copy(dst=t[:, 1:8], src=t[:, 0:7])
+
+
+@breaks(rules.FREE_DIMS, "tensor_copy", "src")
+def four_free_dimensions() -> None:
+    source = tile((P, 2, 3)).expand_dim(2).broadcast(2, 2).expand_dim(4).broadcast(4, 2)
+    nisa.tensor_copy(dst=empty((P, 2, 2, 3, 2)), src=source)
