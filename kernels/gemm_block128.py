@@ -5,6 +5,7 @@ import nki.language as nl
 
 from .activations import load_activations, spread_blocks
 from .tiles import (
+    LOAD_BYTES,
     TILES_PER_BANK,
     P,
     check_sizes,
@@ -14,7 +15,7 @@ from .tiles import (
     my_columns,
     plane_view,
     row_groups,
-    store_rows,
+    store_results,
     transpose_weights,
 )
 
@@ -23,7 +24,7 @@ WIDTH = PLANES * P
 BLOCKS = 2
 """Scale blocks of 128 columns in a k tile."""
 
-M_MAX = 256
+M_STEP = 256
 """Rows of x in one matmul: both blocks' partial sums then fill a PSUM bank."""
 
 
@@ -40,20 +41,19 @@ def linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     share = my_columns(n)
     spread = spread_blocks(plane_view(load_activations(x, WIDTH, False)), k, BLOCKS)
     scales = _load_scales(scale, share[0], share[1])
-    for group in row_groups(share[0], share[1], 1):
+    for group in row_groups(share[0], share[1], LOAD_BYTES, m):
         row = group[0]
-        loads = group[1]
-        partitions = group[3]
-        y = nl.ndarray((partitions, loads, m), dtype=nl.bfloat16, buffer=nl.sbuf)
-        for load in range(loads):
+        partitions = group[4]
+        y = nl.ndarray((partitions, group[1], group[2], 1, m), dtype=nl.float32, buffer=nl.sbuf)
+        for load in range(group[1] * group[2]):
             start = row + load * partitions
             codes = _transpose_codes(load_weights(w, start, 1, partitions), k)
             factors = scales[0:partitions, (start - share[0]) // P, :]
-            for first in range(0, m, M_MAX):
-                columns = min(M_MAX, m - first)
-                moving = spread[:, :, :, :, first : first + columns]
-                _multiply(y[:, load, first : first + columns], codes, factors, moving, k)
-        store_rows(out, row, y, loads, 1)
+            target = y[:, load // group[2], load % group[2], 0, :]
+            for first in range(0, m, M_STEP):
+                end = min(m, first + M_STEP)
+                _multiply(target[:, first:end], codes, factors, spread[:, :, :, :, first:end], k)
+        store_results(out, row, y)
     return out
 
 
@@ -81,10 +81,9 @@ def _transpose_codes(tile: nl.ndarray, k: int) -> nl.ndarray:
     return pairs.view(nl.float8_e4m3).squeeze_dim(2)
 
 
-def _multiply(y: nl.ndarray, codes: nl.ndarray, scales: nl.ndarray, moving: nl.ndarray, k: int) -> None:
-    """y bf16 [rows, m] = the sum over blocks of scale times partial sum, in fp32."""
-    rows, m = y.shape
-    acc = nl.ndarray((rows, m), dtype=nl.float32, buffer=nl.sbuf)
+def _multiply(acc: nl.ndarray, codes: nl.ndarray, scales: nl.ndarray, moving: nl.ndarray, k: int) -> None:
+    """acc fp32 [rows, m] = the sum over blocks of scale times partial sum."""
+    rows, m = acc.shape
     for tile in range(k_tiles(k, WIDTH)):
         blocks = min(BLOCKS, k // P - tile * BLOCKS)
         partitions = blocks * P // BLOCKS
@@ -105,4 +104,3 @@ def _multiply(y: nl.ndarray, codes: nl.ndarray, scales: nl.ndarray, moving: nl.n
                 nisa.scalar_tensor_tensor(
                     dst=acc, data=partial[:, block, :], op0=nl.multiply, operand0=factor, op1=nl.add, operand1=acc
                 )
-    nisa.tensor_copy(dst=y, src=acc, engine=nisa.engine.vector)

@@ -4,7 +4,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .activations import load_activations, spread_blocks
-from .scales import BLOCK, decode_e8m0
+from .scales import BLOCK, load_e8m0
 from .tiles import (
     BANK_FP32,
     TILES_PER_BANK,
@@ -16,8 +16,7 @@ from .tiles import (
     my_columns,
     plane_view,
     row_groups,
-    rows_per_partition,
-    store_rows,
+    store_results,
     transpose_weights,
 )
 
@@ -53,35 +52,30 @@ def linear(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> 
     moving = plane_view(load_activations(x, WIDTH, False))
     if m <= PARTIAL_M_MAX:
         moving = spread_blocks(moving, k, BLOCKS)
-    for group in row_groups(share[0], share[1], rows_per_partition(k // 2)):
+    for group in row_groups(share[0], share[1], k // 2, m):
         row = group[0]
-        loads = group[1]
-        per_partition = group[2]
-        partitions = group[3]
-        y = nl.ndarray((partitions, loads * per_partition, m), dtype=nl.bfloat16, buffer=nl.sbuf)
-        for load in range(loads):
+        per_partition = group[3]
+        partitions = group[4]
+        y = nl.ndarray((partitions, group[1], group[2], per_partition, m), dtype=nl.float32, buffer=nl.sbuf)
+        for load in range(group[1] * group[2]):
             start = row + load * per_partition * partitions
             planes = _unpack(load_weights(w, start, per_partition, partitions), k)
             scales = _load_scales(scale, start, per_partition, partitions)
             for r in range(per_partition):
-                target = y[:, load * per_partition + r, :]
+                target = y[:, load // group[2], load % group[2], r, :]
                 rows = [planes[0][:, :, r, :], planes[1][:, :, r, :]]
                 if m <= PARTIAL_M_MAX:
                     _multiply_partial(target, rows, scales[:, r, :], moving, k)
                 else:
                     _multiply(target, _dequantize(rows, scales[:, r, :], k), moving, k)
-        store_rows(out, row, y, loads, per_partition)
+        store_results(out, row, y)
 
 
 def _load_scales(scale: nl.ndarray, row: int, per_partition: int, partitions: int) -> nl.ndarray:
     """Scales of the rows that load_weights took: fp32 [partitions, per_partition, k / 32]."""
-    shape = (partitions, per_partition, scale.shape[1])
-    codes = nl.ndarray(shape, dtype=nl.uint8, buffer=nl.sbuf)
     rows = scale[row : row + partitions * per_partition, :]
-    nisa.dma_copy(dst=codes, src=rows.reshape_dim(0, (partitions, per_partition)))
-    bits = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
-    decode_e8m0(bits, codes)
-    return bits.view(nl.float32)
+    shape = [partitions, per_partition, scale.shape[1]]
+    return load_e8m0(rows.reshape_dim(0, (partitions, per_partition)), shape)
 
 
 def _unpack(tile: nl.ndarray, k: int) -> list[nl.ndarray]:
@@ -121,7 +115,7 @@ def _unpack_high(dst: nl.ndarray, signed_bytes: nl.ndarray) -> None:
 
 
 def _multiply_partial(y: nl.ndarray, rows: list[nl.ndarray], scales: nl.ndarray, spread: nl.ndarray, k: int) -> None:
-    """y bf16 [row partitions, m] = the sum over blocks of scale times partial sum, in fp32."""
+    """y fp32 [row partitions, m] = 64 times the sum over blocks of scale times partial sum."""
     count, m = y.shape
     scaled = nl.ndarray((count, m, k // BLOCK), dtype=nl.float32, buffer=nl.sbuf)
     for group in k_groups(k, WIDTH, BANK_FP32 // (BLOCKS * m)):
@@ -152,9 +146,8 @@ def _multiply_partial(y: nl.ndarray, rows: list[nl.ndarray], scales: nl.ndarray,
 
 
 def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray) -> None:
-    """y bf16 [row partitions, m] = 64 times the sum of scaled fp32 [row partitions, m, blocks], on ScalarE."""
+    """y fp32 [row partitions, m] = 64 times the sum of scaled fp32 [row partitions, m, blocks], on ScalarE."""
     count, m, blocks = scaled.shape
-    total = nl.ndarray((count, m), dtype=nl.float32, buffer=nl.sbuf)
     unused = nl.ndarray((count, blocks), dtype=nl.float32, buffer=nl.sbuf)
     for row in range(m):
         nisa.activation(
@@ -163,10 +156,9 @@ def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray) -> None:
             data=scaled[:, row, :],
             scale=CODE_UNIT,
             reduce_op=nl.add,
-            reduce_res=total[:, row : row + 1],
+            reduce_res=y[:, row : row + 1],
             reduce_cmd=nisa.reduce_cmd.reset_reduce,
         )
-    nisa.tensor_copy(dst=y, src=total, engine=nisa.engine.vector)
 
 
 def _dequantize(rows: list[nl.ndarray], scales: nl.ndarray, k: int) -> nl.ndarray:
@@ -195,7 +187,7 @@ def _dequantize(rows: list[nl.ndarray], scales: nl.ndarray, k: int) -> nl.ndarra
 
 
 def _multiply(y: nl.ndarray, wt: nl.ndarray, moving: nl.ndarray, k: int) -> None:
-    """y bf16 [row partitions, m] = 64 times the dequantized rows times the activations, over all of k."""
+    """y fp32 [row partitions, m] = 64 times the dequantized rows times the activations, over all of k."""
     acc = nl.ndarray(y.shape, dtype=nl.float32, buffer=nl.psum)
     for tile in range(k_tiles(k, WIDTH)):
         partitions = min(P, (k - tile * WIDTH) * P // WIDTH)

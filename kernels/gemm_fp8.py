@@ -3,7 +3,7 @@
 import nki.isa as nisa
 import nki.language as nl
 
-from .activations import load_activations
+from .activations import load_activations, round_trip_elements
 from .scales import BLOCK, load_block_scales
 from .tiles import (
     TILES_PER_BANK,
@@ -15,8 +15,7 @@ from .tiles import (
     my_columns,
     plane_view,
     row_groups,
-    rows_per_partition,
-    store_rows,
+    store_results,
     transpose_weights,
 )
 
@@ -24,9 +23,9 @@ PLANES = 2
 WIDTH = PLANES * P
 """Columns of a k tile: partition p holds columns 2p and 2p + 1."""
 
-VECTOR_BANKS = 4
-BANK_CYCLE = 9
-"""VectorE dequantizes 4 banks of 9 and ScalarE the others: the ratio of their clocks, 0.96 to 1.2 GHz."""
+VECTOR_COST = 5
+SCALAR_COST = 4
+"""Time of one element on VectorE and on ScalarE, by their clocks of 0.96 and 1.2 GHz."""
 
 
 def linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_trip: bool) -> nl.ndarray:
@@ -42,32 +41,35 @@ def linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_trip: bool) ->
     share = my_columns(n)
     moving = plane_view(load_activations(x, WIDTH, round_trip))
     scales = load_block_scales(scale, share[0], share[1], WIDTH)
-    banks = 0
-    for group in row_groups(share[0], share[1], rows_per_partition(k)):
+    spent = [round_trip_elements(m, k) if round_trip else 0, 0]
+    for group in row_groups(share[0], share[1], k, m):
         row = group[0]
-        loads = group[1]
-        per_partition = group[2]
-        partitions = group[3]
-        y = nl.ndarray((partitions, loads * per_partition, m), dtype=nl.bfloat16, buffer=nl.sbuf)
-        for load in range(loads):
+        per_partition = group[3]
+        partitions = group[4]
+        acc = nl.ndarray((partitions, group[1], group[2], per_partition, m), dtype=nl.float32, buffer=nl.psum)
+        for load in range(group[1] * group[2]):
             start = row + load * per_partition * partitions
-            tile = load_weights(w, start, per_partition, partitions)
             blocks = per_partition * partitions // BLOCK
             first = (start - share[0]) // BLOCK
-            wt = _dequantize(tile, scales[:, :, first : first + blocks], k, banks)
-            banks += len(k_groups(k, WIDTH, TILES_PER_BANK // per_partition))
+            tile = load_weights(w, start, per_partition, partitions)
+            wt = _dequantize(tile, scales[:, :, first : first + blocks], k, spent)
             for r in range(per_partition):
-                _multiply(y[:, load * per_partition + r, :], wt, r, moving, k)
-        store_rows(out, row, y, loads, per_partition)
+                _multiply(acc[:, load // group[2], load % group[2], r, :], wt, r, moving, k)
+        y = nl.ndarray(acc.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=y, src=acc, engine=nisa.engine.vector)
+        store_results(out, row, y)
     return out
 
 
-def _dequantize(tile: nl.ndarray, scales: nl.ndarray, k: int, first_bank: int) -> nl.ndarray:
-    """bf16 [128, k tiles, rows a partition, row partitions, 2] in SBUF: transposed codes times scales, exact."""
+def _dequantize(tile: nl.ndarray, scales: nl.ndarray, k: int, spent: list[int]) -> nl.ndarray:
+    """bf16 [128, k tiles, rows a partition, row partitions, 2] in SBUF: transposed codes times scales, exact.
+
+    Each bank goes to the engine that will be done with it first; `spent` holds the elements that VectorE and ScalarE
+    have been given so far.
+    """
     rows, per_partition, _ = tile.shape
     blocks = scales.shape[2]
     wt = nl.ndarray((P, k_tiles(k, WIDTH), per_partition, rows, PLANES), dtype=nl.bfloat16, buffer=nl.sbuf)
-    bank_index = first_bank
     for group in k_groups(k, WIDTH, TILES_PER_BANK // per_partition):
         first = group[0]
         count = group[1]
@@ -76,11 +78,13 @@ def _dequantize(tile: nl.ndarray, scales: nl.ndarray, k: int, first_bank: int) -
         codes = bank.reshape((partitions, count, per_partition, blocks, PLANES * rows // blocks))
         dst = wt[0:partitions, first : first + count].reshape(codes.shape)
         factors = scales[0:partitions, first : first + count, :]
-        if bank_index * VECTOR_BANKS % BANK_CYCLE < VECTOR_BANKS:
+        elements = count * per_partition * rows * PLANES
+        if (spent[0] + elements) * VECTOR_COST <= (spent[1] + elements) * SCALAR_COST:
+            spent[0] += elements
             _scale_on_vector(dst, codes, factors)
         else:
+            spent[1] += elements
             _scale_on_scalar(dst, codes, factors)
-        bank_index += 1
     return wt
 
 
@@ -104,11 +108,9 @@ def _scale_on_scalar(dst: nl.ndarray, codes: nl.ndarray, scales: nl.ndarray) -> 
             )
 
 
-def _multiply(y: nl.ndarray, wt: nl.ndarray, r: int, moving: nl.ndarray, k: int) -> None:
-    """y bf16 [row partitions, m] = the r-th rows of wt times the activations, over all of k."""
-    acc = nl.ndarray(y.shape, dtype=nl.float32, buffer=nl.psum)
-    last = k_tiles(k, WIDTH) - 1
-    for tile in range(last + 1):
+def _multiply(acc: nl.ndarray, wt: nl.ndarray, r: int, moving: nl.ndarray, k: int) -> None:
+    """acc fp32 [row partitions, m] in PSUM = the r-th rows of wt times the activations, over all of k."""
+    for tile in range(k_tiles(k, WIDTH)):
         partitions = min(P, (k - tile * WIDTH) // PLANES)
         for plane in range(PLANES):
             nisa.nc_matmul(
@@ -117,4 +119,3 @@ def _multiply(y: nl.ndarray, wt: nl.ndarray, r: int, moving: nl.ndarray, k: int)
                 moving=moving[0:partitions, tile, 0, :, plane],
                 accumulate=tile + plane > 0,
             )
-    nisa.tensor_copy(dst=y, src=acc, engine=nisa.engine.vector)

@@ -10,13 +10,15 @@ BLOCK = 32
 """Columns (and, for e4m3 weights, rows) that share a scale."""
 
 
-def decode_e8m0(dst: nl.ndarray, codes: nl.ndarray) -> None:
-    """dst int32 = the fp32 bits of 2^(b - 127) for bytes b: view it as float32.
+def load_e8m0(src: nl.ndarray, shape: list[int]) -> nl.ndarray:
+    """e8m0 bytes in HBM as fp32 [*shape] in SBUF: 2^(b - 127) for byte b. The DMA widens them to int32.
 
     Byte 0 gives 0.0: 2^-127 is a subnormal fp32 number, which engines may read as zero. Byte 255 (NaN) gives inf.
     """
-    nisa.tensor_copy(dst=dst, src=codes, engine=nisa.engine.vector)
-    nisa.tensor_scalar(dst=dst, data=dst, op0=nl.left_shift, operand0=MANTISSA_BITS)
+    bits = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=bits, src=src)
+    nisa.tensor_scalar(dst=bits, data=bits, op0=nl.left_shift, operand0=MANTISSA_BITS)
+    return bits.view(nl.float32)
 
 
 def load_block_scales(scale: nl.ndarray, first_row: int, rows: int, width: int) -> nl.ndarray:
@@ -31,12 +33,9 @@ def load_block_scales(scale: nl.ndarray, first_row: int, rows: int, width: int) 
     for start in range(0, rows // BLOCK, P):
         count = min(P, rows // BLOCK - start)
         block_row = first_row // BLOCK + start
-        codes = nl.ndarray((count, k // BLOCK), dtype=nl.uint8, buffer=nl.sbuf)
-        nisa.dma_copy(dst=codes, src=scale[block_row : block_row + count, :])
-        bits = nl.ndarray((count, k // BLOCK), dtype=nl.int32, buffer=nl.sbuf)
-        decode_e8m0(bits, codes)
+        values = load_e8m0(scale[block_row : block_row + count, :], [count, k // BLOCK])
         for group in k_groups(k, width, BANK_FP32 // count):
-            _transpose_scales(st, start, bits.view(nl.float32), group, per_block)
+            _transpose_scales(st, start, values, group, per_block)
     return st
 
 

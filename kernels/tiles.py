@@ -6,6 +6,10 @@ moves two fp8 codes (or four fp4 codes) per element and leaves a pair's bytes si
 `planes * 128` columns, partition p then holds columns planes * p ... planes * p + planes - 1, each of them a strided
 view that TensorE reads as it is. Activations are transposed the same way, as fp32 pairs of bf16 values, so that both
 sides of a matmul agree.
+
+Results are [rows of w, m] and go back through a transpose too. A row group is what shares one: `stacks * runs` loads of
+`per_partition` consecutive rows on each partition, arranged as [partitions, stacks, runs, per_partition, m]. After the
+transpose m and stacks are the partitions, and runs * partitions * per_partition consecutive output columns lie in one.
 """
 
 import nki.isa as nisa
@@ -20,9 +24,11 @@ BANK_FP32 = 512
 TILES_PER_BANK = 8
 """Transposed [128, 128] tiles of two-byte elements in one PSUM bank."""
 
+TILES_PER_RUN = 4
+"""Tiles of 128 output columns that one partition of a result holds: an fp32 PSUM bank."""
+
 LOAD_BYTES = 4096
 """Contiguous bytes a partition that a weight DMA asks for: where HBM bandwidth saturates."""
-
 
 M_MAX = 512
 """Rows of x that a GEMM kernel takes: the moving columns of one matmul."""
@@ -37,20 +43,17 @@ def check_sizes(m: int, n: int, k: int) -> None:
     assert cores == 1 or n % (cores * P) == 0, f"n is {n}, must be a multiple of {cores * P} on {cores} cores"
 
 
-def fold_factor(units: int, rows: int) -> int:
-    """How many equal segments a row of `units` units splits into so that rows * segments <= 128."""
-    factor = max(1, min(units, P // rows))
-    while units % factor != 0:
-        factor -= 1
-    return factor
-
-
 def my_columns(n: int) -> list[int]:
     """[first, size] of this program's output columns: all of them, or an equal share in a grid."""
     if nl.program_ndim() == 0:
         return [0, n]
     share = n // nl.num_programs(axes=0)
     return [nl.program_id(axis=0) * share, share]
+
+
+def k_tiles(k: int, width: int) -> int:
+    """Number of k tiles of `width` columns, the narrower last one included."""
+    return (k + width - 1) // width
 
 
 def k_groups(k: int, width: int, per_bank: int) -> list[list[int]]:
@@ -70,40 +73,33 @@ def k_groups(k: int, width: int, per_bank: int) -> list[list[int]]:
     return groups
 
 
-def rows_per_partition(row_bytes: int) -> int:
-    """How many consecutive weight rows one partition takes, so that short rows still make long DMA runs."""
-    count = 1
-    while count * row_bytes < LOAD_BYTES and count < TILES_PER_BANK:
-        count *= 2
-    return count
+def row_groups(first: int, size: int, row_bytes: int, m: int) -> list[list[int]]:
+    """Rows of w that share a result transpose: [first row, stacks, runs, rows a partition, partitions].
 
-
-def row_groups(first: int, size: int, most: int) -> list[list[int]]:
-    """Weight rows in groups whose results are stored together: [first row, loads, rows a partition, partitions].
-
-    A load takes `most` rows a partition, or fewer where less than 128 times that many are left.
+    Short rows are loaded several to a partition, so that DMA runs stay long.
     """
+    tiles = min(TILES_PER_RUN, max(1, BANK_FP32 // m))
+    per_partition = 1
+    while per_partition * row_bytes < LOAD_BYTES and per_partition * 2 <= tiles:
+        per_partition *= 2
     groups = []
     end = first + size
     row = first
-    per_partition = most
     while row < end:
         while per_partition > 1 and end - row < per_partition * P:
             per_partition = per_partition // 2
-        loads = min(TILES_PER_BANK // per_partition, (end - row) // (per_partition * P))
-        partitions = P
-        if loads == 0:
-            loads = 1
-            partitions = end - row
-        groups.append([row, loads, per_partition, partitions])
-        row += loads * per_partition * partitions
+        partitions = min(P, end - row)
+        loads = (end - row) // (per_partition * partitions)
+        runs = min(tiles // per_partition, loads)
+        stacks = min(max(1, P // m), loads // runs)
+        groups.append([row, stacks, runs, per_partition, partitions])
+        row += stacks * runs * per_partition * partitions
     return groups
 
 
 def load_weights(w: nl.ndarray, row: int, per_partition: int, partitions: int) -> nl.ndarray:
     """Consecutive rows of w uint8 [n, row bytes] as uint8 [partitions, per_partition, row bytes] in SBUF."""
-    row_bytes = w.shape[1]
-    tile = nl.ndarray((partitions, per_partition, row_bytes), dtype=nl.uint8, buffer=nl.sbuf)
+    tile = nl.ndarray((partitions, per_partition, w.shape[1]), dtype=nl.uint8, buffer=nl.sbuf)
     rows = w[row : row + partitions * per_partition, :]
     nisa.dma_copy(dst=tile, src=rows.reshape_dim(0, (partitions, per_partition)))
     return tile
@@ -127,6 +123,14 @@ def transpose_weights(tile: nl.ndarray, group: list[int]) -> nl.ndarray:
     return bank
 
 
+def fold_factor(units: int, rows: int) -> int:
+    """How many equal segments a row of `units` units splits into so that rows * segments <= 128."""
+    factor = max(1, min(units, P // rows))
+    while units % factor != 0:
+        factor -= 1
+    return factor
+
+
 def load_folded(sources: list[nl.ndarray], first_row: int, rows: int, segments: int, width: int) -> nl.ndarray:
     """The first segments * width columns of bf16 matrices, stacked and folded: bf16 [rows * segments, width] in SBUF.
 
@@ -136,15 +140,7 @@ def load_folded(sources: list[nl.ndarray], first_row: int, rows: int, segments: 
     tile = nl.ndarray((len(sources) * height, width), dtype=nl.bfloat16, buffer=nl.sbuf)
     for index in range(len(sources)):
         block = sources[index][first_row : first_row + rows, 0 : segments * width]
-        dst = tile[index * height : (index + 1) * height, :]
-        if segments == 1:
-            nisa.dma_copy(dst=dst, src=block)
-        elif segments * width == sources[index].shape[1]:
-            nisa.dma_copy(dst=dst, src=block.reshape((height, width)))
-        else:
-            for row in range(rows):
-                part = dst[row * segments : (row + 1) * segments, :]
-                nisa.dma_copy(dst=part, src=block[row : row + 1, :].reshape((segments, width)))
+        nisa.dma_copy(dst=tile[index * height : (index + 1) * height, :], src=block.reshape_dim(1, (segments, width)))
     return tile
 
 
@@ -170,29 +166,26 @@ def transpose_folded(dst: nl.ndarray, folded: nl.ndarray) -> None:
             )
 
 
-def k_tiles(k: int, width: int) -> int:
-    """Number of k tiles, the narrower last one included."""
-    return (k + width - 1) // width
-
-
 def plane_view(transposed: nl.ndarray) -> nl.ndarray:
     """Transposed activations fp32 [128, k tiles, halves, m] as bf16 [128, k tiles, halves, m, 2]."""
     return transposed.view(nl.bfloat16).reshape_dim(3, (transposed.shape[3], 2))
 
 
-def store_rows(out: nl.ndarray, column: int, y: nl.ndarray, loads: int, per_partition: int) -> None:
-    """Transpose and store a row group's results: y bf16 [partitions, loads * per_partition, m] to out bf16 [m, n]."""
-    partitions, tiles, m = y.shape
-    columns = tiles * partitions
+def store_results(out: nl.ndarray, column: int, y: nl.ndarray) -> None:
+    """Transpose a row group's results, round them to bf16 and store them from `column` of out bf16 [m, n] on.
+
+    y fp32 [partitions, stacks, runs, rows a partition, m] in SBUF.
+    """
+    partitions, stacks, runs, per_partition, m = y.shape
+    span = runs * partitions * per_partition
     for start in range(0, m, P):
         rows = min(P, m - start)
-        bank = nl.ndarray((rows, tiles, partitions), dtype=nl.bfloat16, buffer=nl.psum)
-        for tile in range(tiles):
-            nisa.nc_transpose(dst=bank[:, tile, :], data=y[:, tile, start : start + rows])
-        block = nl.ndarray((rows, loads, partitions, per_partition), dtype=nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_copy(
-            dst=block.permute((0, 1, 3, 2)),
-            src=bank.reshape_dim(1, (loads, per_partition)),
-            engine=nisa.engine.vector,
-        )
-        nisa.dma_copy(dst=out[start : start + rows, column : column + columns], src=block.reshape((rows, columns)))
+        bank = nl.ndarray((rows * stacks, runs, partitions, per_partition), dtype=nl.float32, buffer=nl.psum)
+        for run in range(runs):
+            for r in range(per_partition):
+                data = y[:, :, run, r, start : start + rows].permute((0, 2, 1))
+                nisa.nc_transpose(dst=bank[:, run, :, r], data=data)
+        block = nl.ndarray((rows * stacks, span), dtype=nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=block, src=bank.reshape((rows * stacks, span)), engine=nisa.engine.vector)
+        columns = out[start : start + rows, column : column + stacks * span]
+        nisa.dma_copy(dst=columns.reshape_dim(1, (stacks, span)), src=block)
