@@ -204,3 +204,20 @@ def test_predicated_copy_takes_its_source_from_psum() -> None:
         return out
 
     np.testing.assert_array_equal(on_tiles(body, values), values)
+
+
+def test_accumulators_belong_to_partitions() -> None:
+    values = random((P, 8))
+
+    def body(x: Any) -> Any:
+        scratch, total = empty((P, 8)), empty((P, 1))
+        for half in (slice(0, 64), slice(64, P)):
+            nisa.activation(
+                dst=scratch[half, :], op=nl.copy, data=x[half, :], reduce_op=nl.add, reduce_cmd=reduce_cmd.reset_reduce
+            )
+        nisa.activation(
+            dst=scratch, op=nl.copy, data=x, reduce_op=nl.add, reduce_res=total, reduce_cmd=reduce_cmd.reduce
+        )
+        return total
+
+    np.testing.assert_allclose(on_tiles(body, values)[:, 0], 2 * values.sum(axis=1), rtol=1e-5, atol=1e-6)

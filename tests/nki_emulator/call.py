@@ -42,7 +42,8 @@ class Call:
         self.options = self.program.options
         self._sources: list[tuple[str, Tensor]] = []
         self._destinations: list[tuple[str, Tensor]] = []
-        self._dynamic = False
+        self.dynamic = False
+        """Whether an operand has a run-time offset."""
 
     def refuse(self, rule: Rule, operand: str, found: str) -> NoReturn:
         """Raise the error of a broken rule."""
@@ -74,7 +75,7 @@ class Call:
     def _tensor(self, role: str, value: Any, buffers: tuple[Buffer, ...]) -> Tensor:
         if not isinstance(value, Tensor):
             self.refuse(rules.OPERAND_KIND, role, f"{type(value).__name__} where a tensor is needed")
-        self._dynamic |= value.is_indirect()
+        self.dynamic |= value.is_indirect()
         tensor = value.resolved(self.op)
         if tensor.storage.dead:
             self.refuse(rules.DEAD_TENSOR, role, f"tensor of shape {tensor.storage.shape}")
@@ -196,7 +197,7 @@ class Call:
         """Mark what was written and append the instruction to the record."""
         for role, tensor in self._destinations:
             self._mark(role, tensor, code)
-        if self._dynamic:
+        if self.dynamic:
             flags["dynamic"] = True
         self.program.instructions.append(
             Instruction(
@@ -225,12 +226,6 @@ class Call:
 def free_elements(tensor: Tensor) -> int:
     """Elements a partition."""
     return geometry.count(tensor.shape[1:])
-
-
-def require_dtypes(call: Call, role: str, tensor: Tensor, names: tuple[str, ...]) -> None:
-    """The operand's type is one of `names`."""
-    if tensor.dtype.name not in names:
-        call.refuse(rules.DTYPE, role, f"{tensor.dtype}, must be one of {', '.join(names)}")
 
 
 def same_dtype(call: Call, role: str, dtype: DType, expected: DType) -> None:
@@ -287,4 +282,4 @@ def _free_bytes(tensor: Tensor) -> Array:
     return offsets
 
 
-__all__ = ["HBM", "MATMUL", "ON_CHIP", "OTHER", "Call", "Engine", "free_elements", "require_dtypes", "same_dtype"]
+__all__ = ["HBM", "MATMUL", "ON_CHIP", "OTHER", "Call", "Engine", "free_elements", "same_dtype"]

@@ -12,7 +12,11 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
+
 from .errors import EmulatorError, Rule, RuleError, UnknownNameError
+from .hardware import PARTITIONS
 from .record import Instruction
 
 if TYPE_CHECKING:
@@ -51,8 +55,10 @@ class Program:
     scopes: list[weakref.WeakSet[Storage]] = field(default_factory=list)
     """Storages of the current trip of each running loop; weak, so that a trip frees what it no longer names."""
     activations: set[str] = field(default_factory=set)
-    registers: dict[str, Any] = field(default_factory=dict)
-    """Accumulator registers of ScalarE and VectorE."""
+    accumulators: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros((PARTITIONS, 1), np.float32))
+    """ScalarE's accumulator registers, one a partition."""
+    reset_lanes: set[int] = field(default_factory=set)
+    """Partitions whose accumulator was reset."""
     identities: dict[tuple[int, str], Storage] = field(default_factory=dict)
     shared_allocated: int = 0
     core: Any = None

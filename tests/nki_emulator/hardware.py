@@ -35,7 +35,6 @@ MAX_EXACT_INT = 2**24
 """Integers up to this magnitude survive the conversion to fp32."""
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
-FP8_E4M3_MAX = 240.0
 MAX_ACTIVATION_FUNCTIONS = 8
 MAX_PROGRAMS = 2
 """Physical cores of a logical core at LNC=2."""

@@ -58,6 +58,8 @@ def _bound(role: str, value: Any) -> int:
 def _run(op: str, indices: Any, trip: Callable[[int], None]) -> None:
     """All trips of one loop: each in its own scope, each issuing the same instructions."""
     program = current()
+    if program.loops:
+        refuse(rules.LOOP_NESTING, op, "", "inside another dynamic loop")
     where = f"{op} at {location()}"
     program.loops.append(0)
     issued: list[tuple[Any, ...]] | None = None

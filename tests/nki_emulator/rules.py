@@ -141,6 +141,11 @@ LOOP_BODY = Rule(
     _LOOPS,
 )
 LOOP_BOUNDS = Rule("loop-bounds", "bounds are int32 numbers or registers, the step a positive constant", _LOOPS)
+LOOP_NESTING = Rule(
+    "loop-nesting",
+    "a dynamic loop does not stand inside another",
+    "emulator: nested dynamic loops are on the known-issues lists of NKI 0.3 to 0.6",
+)
 LOOP_ACCUMULATE = Rule(
     "loop-accumulate",
     "inside a dynamic loop a matmul says accumulate=True or False",
@@ -183,7 +188,11 @@ ACTIVATION_COUNT = Rule(
     "emulator: compiler error NCC_INLA001 as reported by kernel authors",
 )  # fmt: skip
 DMA_COUNT = Rule("dma-count", "source and destination of a DMA have the same number of elements", _isa("dma_copy"))
-DMA_MODE = Rule("dma-mode", "hwdge copies without cast; only hwdge takes an engine; priority is trn3", _isa("dma_copy"))
+DMA_MODE = Rule(
+    "dma-mode",
+    "hwdge does not cast, none has fixed addresses, only hwdge takes an engine, priority is trn3",
+    _isa("dma_copy"),
+)
 DMA_TRANSPOSE = Rule(
     "dma-transpose",
     "2- and 4-byte types, dst in SBUF with exactly the transposed shape, axes (1,0), (2,1,0) or (3,1,2,0)",
@@ -215,6 +224,9 @@ MATMUL_TILING = Rule(
     "matmul-tiling",
     "tile_size is (32|64|128, 128) and tile_position (a multiple of it, 0), both given",
     _isa("nc_matmul"),
+)
+MATMUL_ONEZERO = Rule(
+    "matmul-onezero", "the onezero hint is given only for operands of zeros and ones", _isa("nc_matmul")
 )
 MATMUL_DOUBLE_ROW = Rule(
     "matmul-double-row", "double_row takes fp8 [K, 2, M] and [K, 2, N], untransposed and untiled", _isa("nc_matmul")

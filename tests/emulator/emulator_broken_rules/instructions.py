@@ -211,3 +211,15 @@ def word_predicate() -> None:
 @breaks(rules.IOTA_PATTERN, "iota", "pattern")
 def short_pattern() -> None:
     nisa.iota(dst=empty((P, 4), nl.int32), pattern=[[1, 3]])
+
+
+@breaks(rules.REDUCE_CMD, "activation", "reduce_cmd")
+def sum_on_registers_that_were_never_reset() -> None:
+    cmd = nisa.reduce_cmd.reduce
+    nisa.activation(dst=tile((P, 4)), op=nl.copy, data=tile((P, 4)), reduce_op=nl.add, reduce_cmd=cmd)
+
+
+@breaks(rules.DMA_MODE, "dma_copy", "dge_mode")
+def fixed_descriptors_for_a_run_time_address() -> None:
+    source = tile((P, 2, 4)).select(1, nisa.register_alloc(0))
+    nisa.dma_copy(dst=empty((P, 4)), src=source, dge_mode=nisa.dge_mode.none)

@@ -73,3 +73,8 @@ def while_without_register() -> None:
 def undecided_accumulation_in_a_loop() -> None:
     a, out = tile((4, 4)), empty((4, 4), buffer=nl.psum)
     nl.fori_loop(0, 1, lambda i: nisa.nc_matmul(dst=out, stationary=a, moving=a))
+
+
+@breaks(rules.LOOP_NESTING, "fori_loop")
+def loop_in_a_loop() -> None:
+    nl.fori_loop(0, 1, lambda i: nl.fori_loop(0, 1, lambda j: None))

@@ -120,3 +120,16 @@ def short_mask() -> None:
 @breaks(rules.SHUFFLE_MASK, "nc_stream_shuffle", "shuffle_mask")
 def mask_beyond_the_quadrant() -> None:
     nisa.nc_stream_shuffle(dst=empty((32, 4)), src=tile((32, 4)), shuffle_mask=[32] * 32)
+
+
+@breaks(rules.FP8_TRANSPOSE, "nc_matmul", "dst")
+def packed_fp8_transpose_by_matmul() -> None:
+    codes = tile((P, 4), nl.uint8).view(nl.float8_e4m3)
+    out, identity = empty((4, P), nl.float8_e4m3, nl.psum), nl.shared_identity_matrix(P, dtype=nl.bfloat16)
+    nisa.nc_matmul(dst=out, stationary=codes, moving=identity, is_transpose=True)
+
+
+@breaks(rules.MATMUL_ONEZERO, "nc_matmul", "moving")
+def wrong_onezero_hint() -> None:
+    out, t = empty((4, 4), buffer=nl.psum), tile((4, 4), value=2.0)
+    nisa.nc_matmul(dst=out, stationary=t, moving=t, is_moving_onezero=True)

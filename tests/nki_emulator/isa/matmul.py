@@ -50,9 +50,10 @@ def nc_matmul(
     _check_tiling(call, left, right, tile_position, tile_size)
     depth, m, n = _check_shapes(call, left, right, out, double)
     _check_dtypes(call, left, right, out, is_transpose)
-    check_bank(call, out)
+    _check_output(call, out, left if is_transpose else None)
     adds = _accumulates(call, out, accumulate)
     if call.options.arithmetic:
+        _check_onezero(call, ("stationary", left, is_stationary_onezero), ("moving", right, is_moving_onezero))
         _compute(call, left, right, out, adds, is_transpose)
     call.finish(
         Engine.tensor,
@@ -116,12 +117,20 @@ def _check_dtypes(call: Call, left: Tensor, right: Tensor, out: Tensor, is_trans
         call.refuse(rules.MATMUL_DTYPE, "dst", f"{out.dtype}, must be {expected}")
 
 
-def check_bank(call: Call, out: Tensor) -> None:
-    """dst lies within one PSUM bank."""
+def _check_output(call: Call, out: Tensor, transposed: Tensor | None) -> None:
+    """dst lies within one PSUM bank, and leaves room for the 16 bits of a transposed 1-byte element."""
     size = out.dtype.itemsize
+    if transposed is not None and size == 1 and (out.strides[-1] != 2 or out.ndim != 2):
+        call.refuse(rules.FP8_TRANSPOSE, "dst", f"{out.shape} with strides {out.strides}")
     last = out.row_offset + geometry.extent(out.shape[1:], out.strides[1:]) * size + size - 1
     if out.row_offset // hardware.PSUM_BANK_BYTES != last // hardware.PSUM_BANK_BYTES:
         call.refuse(rules.PSUM_BANK, "dst", f"bytes {out.row_offset}..{last} of a partition")
+
+
+def _check_onezero(call: Call, *operands: tuple[str, Tensor, bool]) -> None:
+    for role, tensor, hinted in operands:
+        if hinted and not np.isin(tensor.array().astype(np.float32), (0.0, 1.0)).all():
+            call.refuse(rules.MATMUL_ONEZERO, role, "holds other values than 0 and 1")
 
 
 def _accumulates(call: Call, out: Tensor, accumulate: bool | None) -> bool:
@@ -176,9 +185,7 @@ def nc_transpose(dst: Any, data: Any, engine: Any = Engine.unknown, name: str | 
         if not pe or max(partitions, free) > hardware.PARTITIONS:
             found = f"{source.shape} from {source.buffer.value} to {out.buffer.value} on TensorE"
             call.refuse(rules.TRANSPOSE, "data", found)
-        if source.dtype.itemsize == 1 and (out.strides[-1] != 2 or out.ndim != 2):
-            call.refuse(rules.FP8_TRANSPOSE, "dst", f"{out.shape} with strides {out.strides}")
-        check_bank(call, out)
+        _check_output(call, out, source)
     if call.options.arithmetic:
         bits = np.dtype(f"u{source.dtype.itemsize}")
         flat = source.array().view(bits).reshape(partitions, free)

@@ -68,6 +68,8 @@ def _check_dma_mode(call: Call, priority: Any, oob_mode: Any, dge_mode: Any, eng
         call.refuse(rules.NOT_MODELLED, "oob_mode", "skip")
     if cast and dge_mode is DgeMode.hwdge:
         call.refuse(rules.DMA_MODE, "dge_mode", "hwdge with a cast")
+    if call.dynamic and dge_mode is DgeMode.none:
+        call.refuse(rules.DMA_MODE, "dge_mode", "none with a run-time offset")
     if engine is not Engine.unknown and (dge_mode is not DgeMode.hwdge or engine not in (Engine.sync, Engine.scalar)):
         call.refuse(rules.DMA_MODE, "engine", f"{engine.value} with dge_mode {dge_mode.value}")
 

@@ -136,7 +136,7 @@ def activation(
         with np.errstate(all="ignore"):
             values = _activate(call, function, source, factor, shift)
             call.store("dst", out, values)
-            sums = _accumulate(call, values, reduce_cmd)
+            sums = _accumulate(call, source, values, reduce_cmd)
             if result is not None:
                 call.store("reduce_res", result, sums)
     call.finish(Engine.scalar, free_elements(source), function=op.name, reads_out=result is not None)
@@ -188,12 +188,22 @@ def _reduction(call: Call, data: Tensor, reduce_op: Any, reduce_res: Any, cmd: A
         call.refuse(rules.REDUCE_CMD, "reduce_op", f"{reduce_op!r}: nl.add")
     if not sums and (reduce_op is not None or reduce_res is not None):
         call.refuse(rules.REDUCE_CMD, "reduce_res", f"with reduce_cmd {cmd.value}")
+    _check_started(call, data, cmd)
     if reduce_res is None:
         return None
     result = call.destination("reduce_res", reduce_res)
     if result.shape != (data.shape[0], 1):
         call.refuse(rules.SAME_SHAPE, "reduce_res", f"shape {result.shape}, expected {(data.shape[0], 1)}")
     return result
+
+
+def _check_started(call: Call, data: Tensor, cmd: ReduceCmd) -> None:
+    """The registers that `reduce` adds to were reset before."""
+    mine = set(range(data.partition, data.partition + data.shape[0]))
+    if cmd in (ReduceCmd.reset, ReduceCmd.reset_reduce):
+        call.program.reset_lanes |= mine
+    elif cmd is ReduceCmd.reduce and not mine <= call.program.reset_lanes:
+        call.refuse(rules.REDUCE_CMD, "reduce_cmd", "reduce on registers that were never reset")
 
 
 def _activate(call: Call, function: Activation, source: Tensor, scale: Any, bias: Any) -> F32:
@@ -210,13 +220,11 @@ def _activate(call: Call, function: Activation, source: Tensor, scale: Any, bias
     return flush(function.function(values), call.options)
 
 
-def _accumulate(call: Call, values: F32, cmd: ReduceCmd) -> F32:
-    """The accumulator registers after this instruction: one sum a partition."""
-    registers = call.program.registers.get("scalar", np.zeros((hardware.PARTITIONS, 1), np.float32))
+def _accumulate(call: Call, source: Tensor, values: F32, cmd: ReduceCmd) -> F32:
+    """The accumulator registers of this instruction's partitions after it: one sum each."""
+    mine = call.program.accumulators[source.partition : source.partition + source.shape[0]]
     if cmd in (ReduceCmd.reset, ReduceCmd.reset_reduce):
-        registers = np.zeros_like(registers)
-    rows = values.shape[0]
+        mine[...] = 0
     if cmd in (ReduceCmd.reduce, ReduceCmd.reset_reduce):
-        registers[:rows] += reduce_f32("add", values.reshape(rows, -1), (1,))[:, None]
-    call.program.registers["scalar"] = registers
-    return np.asarray(registers[:rows], np.float32)
+        mine += reduce_f32("add", values.reshape(len(mine), -1), (1,))[:, None]
+    return mine
