@@ -5,8 +5,10 @@ Only headers and small JSON files are read. A checkpoint that contradicts itself
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,8 +22,14 @@ INDEX_SUFFIX = ".safetensors.index.json"
 SHARD_SUFFIX = ".safetensors"
 PREFERRED_INDEX = "model" + INDEX_SUFFIX
 
-_SKIPPED_FOLDERS = frozenset({".cache", ".git", ".huggingface", "__pycache__"})
+WORKSPACE_NAME = ".deepinfer-prep"
+"""Folder inside an output that holds a run until it is complete."""
+DISCARDED_NAME = ".deepinfer-prep.done"
+"""What that folder is called while it is being removed."""
+
+_SKIPPED_FOLDERS = frozenset({".cache", ".git", ".huggingface", "__pycache__", WORKSPACE_NAME, DISCARDED_NAME})
 _PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".lock")
+_CONTROL_FILE_SUFFIX = ".aria2"
 _OTHER_WEIGHT_SUFFIXES = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 
 
@@ -35,7 +43,11 @@ class FileState:
     @classmethod
     def of(cls, path: Path) -> FileState:
         """The state of a file now; links are followed."""
-        status = path.stat()
+        return cls.from_status(path.stat())
+
+    @classmethod
+    def from_status(cls, status: os.stat_result) -> FileState:
+        """The state that the file system tells."""
         return cls(status.st_size, status.st_mtime_ns)
 
 
@@ -96,8 +108,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Give the folder of a checkpoint, or one .safetensors file.")
-    if path.is_file():
+    if not path.is_dir():
         return _assemble(path.parent, [read_shard(path)], {}, (), [])
+    if (path / WORKSPACE_NAME / "journal").exists():
+        raise CheckpointError(
+            f"{path} holds an unfinished run of deepinfer-prep ({WORKSPACE_NAME}): it is an output, not a checkpoint. "
+            f"Give the original checkpoint; if this is it, remove {path / WORKSPACE_NAME}."
+        )
     index_name = _find_index(path)
     weight_map = read_index(path / index_name) if index_name else None
     names = _shard_names(path, weight_map)
@@ -135,7 +152,7 @@ def read_shard(path: Path) -> Shard:
 
 
 def _find_index(folder: Path) -> str | None:
-    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(INDEX_SUFFIX))
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(INDEX_SUFFIX) and entry.is_file())
     if PREFERRED_INDEX in names:
         return PREFERRED_INDEX
     if len(names) > 1:
@@ -173,7 +190,7 @@ def _shard_names(folder: Path, weight_map: Mapping[str, str] | None) -> list[str
             )
         return names
     counts = Counter(weight_map.values())
-    missing = [name for name in sorted(counts) if not (folder / name).exists()]
+    missing = [name for name in sorted(counts) if not _exists(folder / name)]
     if missing:
         listed = "; ".join(f"{name} named by the index ({_tensors(counts[name])}) is missing" for name in missing[:10])
         raise CheckpointError(
@@ -240,41 +257,67 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _exists(path: Path) -> bool:
+    """Whether a path leads to something; False as well for a name that no file can have."""
+    try:
+        path.stat()
+    except ValueError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        return False
+    return True
+
+
 def _find_others(folder: Path, shard_names: set[str]) -> tuple[tuple[OtherFile, ...], list[str]]:
     others: list[OtherFile] = []
     left_out: list[str] = []
     for name, path in _walk(folder, "", frozenset({folder.resolve()})):
+        _check_name(name, folder, shard_names)
         if name in shard_names:
             continue
-        if name.endswith(SHARD_SUFFIX) or name.endswith(_PARTIAL_SUFFIXES):
-            left_out.append(name)
-            continue
-        if not path.exists():
+        if not _exists(path):
             raise CheckpointError(f"{path} is a link to a file that is not there. Fetch it again, or remove the link.")
-        others.append(OtherFile(name, path, FileState.of(path)))
+        if name.endswith((SHARD_SUFFIX, *_PARTIAL_SUFFIXES)) or not stat.S_ISREG(path.stat().st_mode):
+            left_out.append(name)
+        else:
+            others.append(OtherFile(name, path, FileState.of(path)))
     return tuple(others), _other_warnings(others, left_out)
 
 
-def _walk(folder: Path, prefix: str, above: frozenset[Path]) -> Iterator[tuple[str, Path]]:
+def _check_name(name: str, folder: Path, shard_names: set[str]) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{folder} holds a file whose name is not valid UTF-8, {name!r}: the output's manifest could not name it. "
+            "Rename or remove it."
+        ) from None
+    if name.removesuffix(_CONTROL_FILE_SUFFIX) in shard_names - {name}:
+        raise CheckpointError(
+            f"{folder / name} says that the download of {name.removesuffix(_CONTROL_FILE_SUFFIX)} beside it is not "
+            f"finished: parts of it may still be zeros. Finish the download, or remove {name} if it is."
+        )
+
+
+def _walk(folder: Path, prefix: str, above: frozenset[Path], linked: bool = False) -> Iterator[tuple[str, Path]]:
     """Files below a folder, by relative name; links to folders are followed unless they lead upwards."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = folder / entry.name
-        if not entry.is_dir():
+        if not path.is_dir():
             yield prefix + entry.name, path
         elif entry.name not in _SKIPPED_FOLDERS and path.resolve() not in above:
-            yield from _walk(path, f"{prefix}{entry.name}/", above | {path.resolve()})
+            if linked and entry.is_symlink():
+                raise CheckpointError(
+                    f"{path} is a link to a folder inside a linked folder: a few of these can multiply to millions of "
+                    "files. Replace one of the links by the folder itself."
+                )
+            yield from _walk(path, f"{prefix}{entry.name}/", above | {path.resolve()}, linked or entry.is_symlink())
 
 
 def _other_warnings(others: list[OtherFile], left_out: list[str]) -> list[str]:
-    warnings = [
-        f"{name} is not copied: "
-        + (
-            "the index does not name it, and unconverted fp8 must not lie beside converted shards."
-            if name.endswith(SHARD_SUFFIX)
-            else "it is what an unfinished download leaves."
-        )
-        for name in left_out
-    ]
+    warnings = [f"{name} is not copied: {_why_left_out(name)}." for name in left_out]
     weights = [other for other in others if other.name.endswith(_OTHER_WEIGHT_SUFFIXES)]
     if weights:
         size = sum(other.state.size for other in weights)
@@ -283,3 +326,11 @@ def _other_warnings(others: list[OtherFile], left_out: list[str]) -> list[str]:
             f"({size / 1e9:,.1f} GB), {weights[0].name} among them; remove them from the source if nobody needs them."
         )
     return warnings
+
+
+def _why_left_out(name: str) -> str:
+    if name.endswith(SHARD_SUFFIX):
+        return "the index does not name it, and unconverted fp8 must not lie beside converted shards"
+    if name.endswith(_PARTIAL_SUFFIXES):
+        return "it is what an unfinished download leaves"
+    return "it is a pipe, socket or device"

@@ -6,29 +6,46 @@ only ranged reads and ranged writes to take their place.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from deepinfer_prep.errors import PrepError
 
+_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
 
 class _RangedFile:
-    """A file that closes itself and can be read; subclasses say how it is opened."""
+    """A file that closes itself and can be read; subclasses say how it is opened. Every OSError names the file."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self.path = path
         self._fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def close(self) -> None:
-        """Close the descriptor; later calls do nothing."""
+        """Close the descriptor; later calls do nothing.
+
+        Raises:
+            OSError: the file system reported a write that failed after the last `sync`.
+        """
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            with _named(self.path):
+                os.close(fd)
+
+    def status(self) -> os.stat_result:
+        """Size, times and the rest of what the file system says of the open file."""
+        with _named(self.path):
+            return os.fstat(self._fd)
 
     def size(self) -> int:
         """The file's size in bytes."""
-        return os.fstat(self._fd).st_size
+        return self.status().st_size
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset`.
@@ -39,7 +56,8 @@ class _RangedFile:
         """
         done = 0
         while done < len(buffer):
-            count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            with _named(self.path):
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
             if count == 0:
                 raise PrepError(
                     f"{self.path} ends at byte {offset + done:,} where {len(buffer) - done:,} more bytes were "
@@ -57,9 +75,18 @@ class _RangedFile:
 
 
 class RangeReader(_RangedFile):
-    """Reads byte ranges of one file into buffers that the caller owns."""
+    """Reads byte ranges of one file into buffers that the caller owns.
+
+    Raises:
+        PrepError: the path is a folder, a pipe or a device: opening a pipe would wait for ever.
+        OSError: it cannot be opened.
+    """
 
     def __init__(self, path: Path) -> None:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            what = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+            raise PrepError(f"{path} is {what}, where a file was expected. Move it away or fetch the file again.")
         super().__init__(path, os.O_RDONLY)
 
 
@@ -69,15 +96,25 @@ class RangeWriter(_RangedFile):
     def __init__(self, path: Path) -> None:
         super().__init__(path, os.O_RDWR | os.O_CREAT)
 
+    def resize(self, size: int) -> None:
+        """Cut the file, or let it grow by a hole that reads as zeros.
+
+        Raises:
+            OSError: the size is above a limit.
+        """
+        with _named(self.path):
+            os.ftruncate(self._fd, size)
+
     def allocate(self, size: int) -> None:
         """Give the file its final size and, where the file system can, its blocks.
 
         Raises:
             OSError: no space is left, or the size is above a limit.
         """
-        os.ftruncate(self._fd, size)
+        self.resize(size)
         if size:
-            os.posix_fallocate(self._fd, 0, size)
+            with _named(self.path):
+                reserve_blocks(self._fd, size)
 
     def write_from(self, buffer: memoryview, offset: int) -> None:
         """Write all of `buffer` at `offset`.
@@ -87,7 +124,11 @@ class RangeWriter(_RangedFile):
         """
         done = 0
         while done < len(buffer):
-            done += os.pwrite(self._fd, buffer[done:], offset + done)
+            with _named(self.path):
+                count = os.pwrite(self._fd, buffer[done:], offset + done)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file system took none of the bytes written to it")
+            done += count
 
     def sync(self) -> None:
         """Return once the data is on stable storage.
@@ -95,20 +136,63 @@ class RangeWriter(_RangedFile):
         Raises:
             OSError: the file system reported a failed write, of this or of an earlier call.
         """
-        os.fdatasync(self._fd)
+        with _named(self.path):
+            os.fdatasync(self._fd)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Add the path to an OSError of a descriptor, which knows none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# With 64-bit offsets everywhere: glibc calls that function fallocate64, musl knows no other.
+_fallocate = getattr(_libc, "fallocate64", None) or _libc.fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def reserve_blocks(fd: int, size: int) -> None:
+    """Reserve the first `size` bytes of a file on disk; do nothing where the file system has no such call.
+
+    Not os.posix_fallocate: where the file system cannot reserve (NFS before 4.2, so Amazon EFS), the C library
+    imitates it by writing into every 4 KiB block, and everything would be written twice.
+
+    Raises:
+        OSError: no space is left.
+    """
+    while _fallocate(fd, 0, 0, size) != 0:
+        code = ctypes.get_errno()
+        if code in _NOT_SUPPORTED:
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
 
 
 def sync_folder(path: Path) -> None:
-    """Make the entries of a folder (new names, renames) durable."""
+    """Make the entries of a folder (new names, renames) durable, where the file system can sync a folder.
+
+    Raises:
+        OSError: the file system reported a failed write.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with _named(path):
+            os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
     finally:
         os.close(fd)
 
 
 def write_file_durably(path: Path, data: bytes) -> None:
-    """Write a small file in full under a temporary name, sync it, and give it its name."""
+    """Write a small file in full under a temporary name beside it, sync it, and give it its name."""
     temporary = path.with_name(path.name + ".tmp")
     with RangeWriter(temporary) as file:
         file.allocate(len(data))
