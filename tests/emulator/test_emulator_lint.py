@@ -9,7 +9,7 @@ from pathlib import Path
 
 import emulator_support
 import pytest
-from nki_emulator import lint, lint_file
+from nki_emulator import lint, lint_file, rules
 from nki_emulator.lint import BANNED
 
 CLEAN = '''
@@ -169,7 +169,7 @@ def test_modules_and_files_can_be_linted(tmp_path: Path) -> None:
     assert lint(emulator_support) == lint_file(emulator_support.__file__)
 
 
-def test_command_prints_findings_and_fails(tmp_path: Path) -> None:
+def test_commands(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     good.write_text(CLEAN)
     bad.write_text(with_body("raise ValueError"))
@@ -186,3 +186,5 @@ def test_command_prints_findings_and_fails(tmp_path: Path) -> None:
     assert broken.returncode == 1
     assert broken.stdout.startswith(f"{bad}:6: no-raise: ")
     assert command().returncode == 2
+    listed = command("rules").stdout
+    assert all(f"{name}: {rule.statement}\n    {rule.source}\n" in listed for name, rule in rules.ALL.items())
