@@ -1,0 +1,150 @@
+"""Time converting and verifying beside what people do instead, on one checkpoint, in one run, interleaved.
+
+    python scripts/bench_convert.py FOLDER --size 4GB --rounds 5
+
+FOLDER is where the checkpoint and the outputs are made (a disk, or a tmpfs such as /dev/shm); it needs four
+times the size. Everything starts from a warm page cache and ends with the data synced. Shown are medians.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+from make_checkpoint import SampleOptions, write_checkpoint
+
+from deepinfer_prep.sizes import format_size, parse_size
+
+LOAD_TIME_METHOD = """
+import sys
+from pathlib import Path
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+table = (torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float() / 2).to(torch.float8_e4m3fn)
+table = table.view(torch.uint8).numpy()
+source, output = Path(sys.argv[1]), Path(sys.argv[2])
+output.mkdir()
+step = 64 * 1024 * 1024
+for path in sorted(source.glob("*.safetensors")):
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        raw = tensor.view(torch.uint8).reshape(-1).numpy() if tensor.element_size() == 1 else None
+        if tensor.dtype == torch.float8_e4m3fn:
+            for start in range(0, raw.size, step):
+                raw[start : start + step] = np.take(table, raw[start : start + step])
+        elif tensor.dtype == torch.float8_e8m0fnu:
+            raw += 1
+    save_file(tensors, output / path.name, metadata={"format": "pt"})
+"""
+
+
+class Bench:
+    """The contestants over one checkpoint; each returns (seconds, peak resident bytes)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source, self.copied, self.output = folder / "source", folder / "copied", folder / "output"
+        self.loaded = folder / "loaded"
+
+    def copy(self) -> tuple[float, int]:
+        """`cp -r` and sync."""
+        shutil.rmtree(self.copied, ignore_errors=True)
+        return measure(["sh", "-c", f"cp -r '{self.source}' '{self.copied}' && sync"])
+
+    def load_time(self) -> tuple[float, int]:
+        """Load each shard with safetensors, numpy.take in 64 MiB chunks, save it, sync."""
+        shutil.rmtree(self.loaded, ignore_errors=True)
+        script = ["-c", LOAD_TIME_METHOD, str(self.source), str(self.loaded)]
+        result = measure([sys.executable, *script], then_sync=True)
+        shutil.rmtree(self.loaded)
+        return result
+
+    def convert(self) -> tuple[float, int]:
+        """`deepinfer-prep convert`."""
+        shutil.rmtree(self.output, ignore_errors=True)
+        return measure(
+            [sys.executable, "-m", "deepinfer_prep", "convert", str(self.source), str(self.output), "--quiet"]
+        )
+
+    def compare(self) -> tuple[float, int]:
+        """`cmp` of the checkpoint and its copy, file by file."""
+        pairs = (
+            (path, self.copied / path.relative_to(self.source)) for path in self.source.rglob("*") if path.is_file()
+        )
+        return measure(["sh", "-c", " && ".join(f"cmp '{one}' '{other}'" for one, other in pairs)])
+
+    def verify(self) -> tuple[float, int]:
+        """`deepinfer-prep verify --source`."""
+        command = [sys.executable, "-m", "deepinfer_prep", "verify", str(self.output), "--source", str(self.source)]
+        return measure([*command, "--quiet"])
+
+
+def measure(command: list[str], then_sync: bool = False) -> tuple[float, int]:
+    """Seconds of wall time and the peak resident bytes of a process and its children."""
+    os.sync()
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{command[:4]} ended with status {process.returncode}")
+    if then_sync:
+        os.sync()
+    return time.perf_counter() - started, usage.ru_maxrss * 1024
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--size", default="2GB", show_default=True, help="Size of the sample checkpoint.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="How often each is run.")
+@click.option("--without-load-time", is_flag=True, help="Leave the load-time method out (it is slow).")
+def main(folder: Path, size: str, rounds: int, without_load_time: bool) -> None:
+    """Print a table of medians and ratios."""
+    bench = Bench(folder)
+    if not bench.source.exists():
+        write_checkpoint(bench.source, SampleOptions(size=parse_size(size)))
+    contestants: dict[str, Callable[[], tuple[float, int]]] = {
+        "cp -r + sync": bench.copy,
+        "convert": bench.convert,
+        "cmp": bench.compare,
+        "verify --source": bench.verify,
+    }
+    if not without_load_time:
+        contestants["load-time method"] = bench.load_time
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    peaks: dict[str, int] = dict.fromkeys(contestants, 0)
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            elapsed, peak = run()
+            seconds[name].append(elapsed)
+            peaks[name] = max(peaks[name], peak)
+    print_table(bench.source, seconds, peaks)
+
+
+def print_table(source: Path, seconds: dict[str, list[float]], peaks: dict[str, int]) -> None:
+    """Medians, ratios to what each is compared with, and peak memory."""
+    total = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+    beside = {"convert": "cp -r + sync", "verify --source": "cmp", "load-time method": "convert"}
+    click.echo(f"{format_size(total)} on {source.parent}, {os.cpu_count()} processors ({platform.machine()})")
+    click.echo(f"{'':18}{'median s':>10}{'min':>8}{'max':>8}{'rate':>12}{'peak RSS':>11}  ratio")
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        other = beside.get(name)
+        ratio = f"{median / statistics.median(seconds[other]):.2f} of {other}" if other else ""
+        rate = format_size(int(total / median)) + "/s"
+        click.echo(
+            f"{name:18}{median:10.2f}{min(times):8.2f}{max(times):8.2f}{rate:>12}{format_size(peaks[name]):>11}  {ratio}"
+        )
+
+
+if __name__ == "__main__":
+    main()
