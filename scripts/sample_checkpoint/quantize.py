@@ -52,17 +52,15 @@ def encode_bf16(values: Floats) -> npt.NDArray[np.uint16]:
 def block_amax(values: Floats, block_rows: int) -> Floats:
     """Largest magnitude of each `block_rows` x 32 block: [n, k] -> [ceil(n / block_rows), ceil(k / 32)]."""
     rows, columns = values.shape
+    magnitudes = np.abs(values)
+    if rows % block_rows or columns % 32:
+        magnitudes = np.pad(magnitudes, ((0, -rows % block_rows), (0, -columns % 32)))
     if block_rows > 1:
-        starts = np.arange(0, rows, block_rows)
-        values = np.maximum.reduceat(np.abs(values), starts, axis=0)
-    else:
-        values = np.abs(values)
-    amax: Floats
-    if columns % 32 == 0:
-        amax = values.reshape(len(values), -1, 32).max(axis=2)
-    else:
-        amax = np.maximum.reduceat(values, np.arange(0, columns, 32), axis=1)
-    return amax
+        magnitudes = magnitudes.reshape(-1, block_rows, magnitudes.shape[1]).max(axis=1)
+    amax = magnitudes.reshape(-1, 32)
+    while amax.shape[1] > 1:  # in halves: ten times as fast as a reduction over so short an axis
+        amax = np.maximum(amax[:, 0::2], amax[:, 1::2])
+    return amax.reshape(len(magnitudes), -1)
 
 
 def power_of_two_scale(amax: Floats, largest: float) -> tuple[Bytes, Floats]:
@@ -97,9 +95,11 @@ def _rounded_to_odd(values: Floats) -> npt.NDArray[np.uint32]:
     is never mistaken for a tie (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
     """
     bits = np.ascontiguousarray(values).view(np.uint32)
-    halves: npt.NDArray[np.uint32] = bits >> np.uint32(16)
-    halves |= (bits & np.uint32(0xFFFF)) != 0
-    return halves
+    odd: npt.NDArray[np.uint32] = bits & np.uint32(0xFFFF)
+    odd += np.uint32(0xFFFF)
+    odd >>= np.uint32(16)  # 1 where any lower bit is set
+    odd |= bits >> np.uint32(16)
+    return odd
 
 
 @cache
