@@ -243,3 +243,19 @@ def test_a_run_without_arithmetic_is_told_what_registers_hold() -> None:
 def test_specs_need_a_run_without_arithmetic() -> None:
     with pytest.raises(EmulatorError, match="no data"):
         execute(halves, TensorSpec((P, 64), "float32"))
+
+
+def test_constants_are_made_once_even_inside_a_loop() -> None:
+    def body(a: Any) -> Any:
+        out = nl.ndarray((4, 4), dtype=nl.float32, buffer=nl.shared_hbm)
+
+        def trip(i: Any) -> None:
+            nisa.dma_copy(dst=out, src=nl.shared_identity_matrix(4, dtype=nl.float32))
+
+        nl.fori_loop(0, 2, trip)
+        nisa.dma_copy(dst=out, src=nl.shared_identity_matrix(4, dtype=nl.float32))
+        return out
+
+    result = execute(body, random((4, 4)))
+    np.testing.assert_array_equal(result.output, np.eye(4))
+    assert count(result.instructions, "shared_identity_matrix") == 1

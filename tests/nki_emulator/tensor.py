@@ -344,7 +344,12 @@ class Tensor(_NoOperators):
         value = source.value if isinstance(source, VirtualRegister) else _load_offset(op, source)
         if not 0 <= value < limit:
             refuse(rules.DYNAMIC_OFFSET, op, "offset", f"{value} is outside 0..{limit - 1}")
-        return replace(self, offset=self.offset + value * step, dynamic=None)
+        moved = replace(self, offset=self.offset + value * step, dynamic=None)
+        first = 1 if self.buffer.on_chip else 0
+        reach = geometry.extent(self.shape[first:], self.strides[first:]) * self.dtype.itemsize
+        if self.row_offset + value * step * self.dtype.itemsize + reach >= self.storage.row_bytes:
+            refuse(rules.DYNAMIC_OFFSET, op, "offset", f"{value} reaches beyond {self.storage.shape}")
+        return moved
 
     @property
     def partition(self) -> int:

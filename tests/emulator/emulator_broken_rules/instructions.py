@@ -223,3 +223,10 @@ def sum_on_registers_that_were_never_reset() -> None:
 def fixed_descriptors_for_a_run_time_address() -> None:
     source = tile((P, 2, 4)).select(1, nisa.register_alloc(0))
     nisa.dma_copy(dst=empty((P, 4)), src=source, dge_mode=nisa.dge_mode.none)
+
+
+@breaks(rules.DYNAMIC_OFFSET, "tensor_copy", "offset")
+def pattern_moved_beyond_the_row() -> None:
+    pattern = [[8, P], [1, 4]]
+    source = tile((P, 4, 2)).ap(pattern=pattern, scalar_offset=nisa.register_alloc(3), indirect_dim=1)
+    nisa.tensor_copy(dst=empty((P, 4)), src=source)
