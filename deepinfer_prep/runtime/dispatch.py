@@ -15,29 +15,14 @@ import torch
 
 from deepinfer_prep.runtime import neuron, settings
 
-_GRIDS = {
-    "fp8_linear": ("blockquant", 1),
-    "fp8_linear_2core": ("blockquant", 2),
-    "fp8_linear_raw": ("blockquant", 1),
-    "fp8_linear_raw_2core": ("blockquant", 2),
-    "fp4_linear": ("blockquant", 1),
-    "fp4_linear_2core": ("blockquant", 2),
-    "fp4_linear_2core_gated": ("blockquant", 2),
-    "fp8_linear_block128": ("blockquant", 1),
-    "fp8_linear_block128_2core": ("blockquant", 2),
-    "hc_expand": ("hc_expand", 1),
-    "hc_collapse": ("hc_collapse", 1),
-    "hc_attn_out": ("hc_attn_out", 1),
-    "hc_mixes": ("hc_mixes", 1),
-}
-"""Kernel -> its module, and how many cores it is launched on."""
-
 # A module's attributes, unlike a dict's entries, may appear while torch.compile traces a first call.
 _wrapped = types.ModuleType("wrapped_kernels")
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """The callable of a kernel, launched on the cores it is written for.
+    """The callable of a kernel: a function of `kernels/blockquant.py`, or `hc_*` for the `kernel` of that module.
+
+    `_2core` kernels are launched on two cores, other GEMMs on one, `hc_*` on as many as a logical core has.
 
     Raises:
         NeuronUnavailableError: no installed package can run NKI kernels.
@@ -49,12 +34,14 @@ def kernel(name: str) -> Callable[..., Any]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _wrap(name: str) -> bool:
-    module, cores = _GRIDS[name]
+    if name.startswith("hc_"):
+        module, attribute, cores = name, "kernel", min(2, neuron.physical_cores())
+    else:
+        module, attribute, cores = "blockquant", name, 2 if "_2core" in name else 1
     wrap_nki = neuron.wrap_nki()
-    found = importlib.import_module(f"deepinfer_prep.kernels.{module}")
-    function = getattr(found, name if module == "blockquant" else "kernel")
+    kernel_function = getattr(importlib.import_module(f"deepinfer_prep.kernels.{module}"), attribute)
     # The wrapper is subscripted, not the kernel, and with a tuple: releases differ on everything else.
-    setattr(_wrapped, name, wrap_nki(function)[(cores,)])
+    setattr(_wrapped, name, wrap_nki(kernel_function)[(cores,)])
     return True
 
 

@@ -40,22 +40,33 @@ def e4m3_scales(weight: torch.Tensor, scale: torch.Tensor) -> KernelScales:
     Raises:
         NoKernelScaleError: the scale has no kernel form; the message is the reason.
     """
-    lead, (rows, columns) = weight.shape[:-2], weight.shape[-2:]
-    grid, block = _known_grid(_unpacked(scale), lead, rows, columns)
+    lead, (rows, columns) = weight.shape[:-2], _last_two(weight)
+    grid, block = _known_grid(scale, lead, rows, columns)
     if block == (KERNEL_BLOCK, KERNEL_BLOCK) and grid.dtype == torch.uint8:
         return KernelScales(e8m0=grid.contiguous())
     kernel_grid = (*lead, *grid_shape(rows, columns, (KERNEL_BLOCK, KERNEL_BLOCK)))
     name = scales.FLOAT_NAMES.get(grid.dtype, "F8_E8M0")
     plan = DerivedScale(name, math.prod(lead), _last_two(grid), block, rows, columns, kernel_grid)
-    stored = grid.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1)
+    stored = _row_major(grid.cpu()).view(torch.uint8).numpy().reshape(-1)
     try:
-        parts = list(derive(plan, lambda start, stop: stored[start:stop]))
+        codes = np.concatenate(list(derive(plan, lambda start, stop: stored[start:stop])))
     except NoKernelScaleError:
-        if block == _BLOCK128 and grid.dtype != torch.uint8:
-            return KernelScales(block128=grid.detach().float().contiguous())
-        raise
-    codes = np.concatenate(parts) if parts else np.empty(0, np.uint8)
+        block128 = _block128(grid, block, rows, columns)
+        if block128 is None:
+            raise
+        return KernelScales(block128=block128)
     return KernelScales(e8m0=torch.from_numpy(codes).reshape(kernel_grid).to(scale.device))
+
+
+def _block128(grid: torch.Tensor, block: tuple[int, int], rows: int, columns: int) -> torch.Tensor | None:
+    """Float scales as float32 of 128x128 blocks, where they are of such blocks or larger and finite."""
+    if grid.dtype == torch.uint8 or block[0] not in (128, rows) or block[1] not in (128, columns):
+        return None
+    if not bool(grid.isfinite().all()):
+        return None
+    by_row = torch.arange(0, rows, 128, device=grid.device) // block[0]
+    by_column = torch.arange(0, columns, 128, device=grid.device) // block[1]
+    return grid.float().index_select(-2, by_row).index_select(-1, by_column)
 
 
 def e2m1_scales(weight: torch.Tensor, scale: torch.Tensor) -> KernelScales:
@@ -67,7 +78,7 @@ def e2m1_scales(weight: torch.Tensor, scale: torch.Tensor) -> KernelScales:
     if scales.kind(scale) != "E8M0":
         raise NoKernelScaleError(f"int8 with scales of {scale.dtype} is no fp4 weight")
     lead, rows, columns = weight.shape[:-2], weight.shape[-2], weight.shape[-1] * 2
-    grid, block = _known_grid(_unpacked(scale), lead, rows, columns)
+    grid, block = _known_grid(scale, lead, rows, columns)
     if block != (1, KERNEL_BLOCK):
         raise NoKernelScaleError(
             f"an fp4 weight of {rows} rows and {columns} columns has one scale byte a row and 32 columns, found "
@@ -97,41 +108,52 @@ def _unpacked(scale: torch.Tensor) -> torch.Tensor:
     if scales.kind(scale) is None:
         raise NoKernelScaleError(f"{scale.dtype} is no known form of a scale")
     scale = scale.detach()
-    if scale.dtype in scales.FLOAT_NAMES or scale.dtype == torch.uint8:
+    if scale.dtype in scales.FLOAT_NAMES:
         return scale
     if scale.element_size() == 1:
         return scale.view(torch.uint8)
     if scale.dim() == 0:
         raise NoKernelScaleError(f"a packed scale has to have columns, found one {scale.dtype} value")
-    return scale.contiguous().view(torch.uint8)
+    return _row_major(scale).view(torch.uint8)
+
+
+def _row_major(tensor: torch.Tensor) -> torch.Tensor:
+    # Not contiguous(), which leaves any stride on an axis of one element, and view() then refuses.
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _known_grid(scale: torch.Tensor, lead: torch.Size, rows: int, columns: int) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Crop padding off a scale and say what block each of its values covers.
+    """The values of a scale without padding, e8m0 as bytes, and the block of the weight that each covers.
 
     Rows may be scaled singly, by 32, by 128 or all alike, columns by 32, by 128 or all alike. Where two of
     these fit the shape they mean the same.
     """
-    if scale.numel() == math.prod(lead) and (scale.dim() == 0 or scale.shape[: len(lead)] == lead):
-        return scale.reshape(*lead, 1, 1), (rows, columns)
-    if scale.dim() == len(lead) + 1 and scale.shape[-1] == rows:
-        scale = scale.unsqueeze(-1)
-    if scale.dim() != len(lead) + 2 or scale.shape[:-2] != lead:
+    values = _unpacked(scale)
+    if values.numel() == math.prod(lead) and (values.dim() == 0 or values.shape[: len(lead)] == lead):
+        return values.reshape(*lead, 1, 1), (rows, columns)
+    if values.dim() == len(lead) + 1 and values.shape[-1] == rows:
+        values = values.unsqueeze(-1)
+    if values.dim() != len(lead) + 2 or values.shape[:-2] != lead:
         raise NoKernelScaleError(f"a scale of shape {list(scale.shape)} fits no weight of {[*lead, rows, columns]}")
-    found_rows, found_columns = _last_two(scale)
-    by_32 = math.ceil(columns / KERNEL_BLOCK)
-    if rows < found_rows <= math.ceil(rows / _PADDED_ROWS) * _PADDED_ROWS and found_columns >= by_32:
-        found_rows = rows
+    word = 1 if scale.dtype in scales.FLOAT_NAMES else scale.element_size()
+    values = _without_padding(values, word, rows, math.ceil(columns / KERNEL_BLOCK))
+    found_rows, found_columns = _last_two(values)
     row_block = next((b for b in (1, 32, 128, rows) if math.ceil(rows / b) == found_rows), None)
     column_block = next((b for b in (32, 128, columns) if math.ceil(columns / b) == found_columns), None)
-    if column_block is None and row_block == 1 and by_32 < found_columns < by_32 + 4:
-        found_columns, column_block = by_32, KERNEL_BLOCK
     if row_block is None or column_block is None:
         raise NoKernelScaleError(
             f"a scale of {list(scale.shape)} has no known grid for a weight of {[*lead, rows, columns]}: rows are "
             "scaled singly, by 32, by 128 or all alike, columns by 32, by 128 or all alike"
         )
-    return scale[..., :found_rows, :found_columns], (row_block, column_block)
+    return values, (row_block, column_block)
+
+
+def _without_padding(values: torch.Tensor, word: int, rows: int, by_32: int) -> torch.Tensor:
+    """Crop the padding of scales that have one value a row and 32 columns: whole words, aligned rows."""
+    found_rows, found_columns = _last_two(values)
+    if found_columns != math.ceil(by_32 / word) * word or found_rows > math.ceil(rows / _PADDED_ROWS) * _PADDED_ROWS:
+        return values
+    return values[..., : min(rows, found_rows), :by_32]
 
 
 def _last_two(tensor: torch.Tensor) -> tuple[int, int]:

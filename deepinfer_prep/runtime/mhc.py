@@ -103,7 +103,7 @@ def pre_apply_mix(x: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
         bf16 [..., h].
     """
     mix = mix.reshape(x.shape[:-1])
-    if _on_kernel(x) and x.shape[-2] == reference.HC:
+    if _streams_on_kernel(x):
         collapsed = dispatch.kernel("hc_collapse")(_tokens(x, 2), _tokens(mix.float(), 1))
         return collapsed.reshape(*x.shape[:-2], x.shape[-1])  # type: ignore[no-any-return]
     return reference.hc_collapse(x, mix)  # type: ignore[no-any-return]
@@ -122,7 +122,7 @@ def post(x: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, comb: torc
         bf16 [..., hc, h].
     """
     post = post.reshape(residual.shape[:-1])
-    if _on_kernel(residual) and residual.shape[-2] == reference.HC:
+    if _streams_on_kernel(residual):
         tokens = (_tokens(x, 1), _tokens(residual, 2), _tokens(post.float(), 1), _tokens(comb.float(), 2))
         return dispatch.kernel("hc_attn_out")(*tokens).reshape(residual.shape)  # type: ignore[no-any-return]
     return reference.hc_attn_out(x, residual, post, comb)  # type: ignore[no-any-return]
@@ -139,7 +139,7 @@ def mixes_supported(
     """Whether the kernel computes the mixes: these constants are the ones it bakes, and it can run here."""
     baked = (reference.NORM_EPS, reference.HC_EPS, reference.HC_EPS, _POST_FACTOR, reference.SINKHORN_ITERS)
     asked = (norm_eps, pre_eps, sinkhorn_eps, post_mult_value, sinkhorn_repeat)
-    return asked == baked and residual.shape[-2] == reference.HC and _on_kernel(residual)
+    return asked == baked and _mixes_on_kernel(residual)
 
 
 def mixes(
@@ -162,8 +162,9 @@ def mixes(
     lead, tokens = residual.shape[:-2], _tokens(residual, 2)
     if not neuron.holds(residual):
         pre, out, comb = reference.mixes(tokens, fn, scale, base)
-    elif _on_kernel(residual):
-        pre, out, comb = dispatch.kernel("hc_mixes")(tokens, *_halves(fn), scale, base)
+    elif _mixes_on_kernel(residual):
+        adjustment = scale.float().contiguous(), base.float().contiguous()
+        pre, out, comb = dispatch.kernel("hc_mixes")(tokens, *_halves(fn), *adjustment)
     else:
         pre, out, comb = mixes_of_halves(tokens, *_halves(fn), scale, base)
     hc = residual.shape[-2]
@@ -223,7 +224,17 @@ def _attach(fn: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
 
 
 def _on_kernel(tensor: torch.Tensor) -> bool:
-    return neuron.holds(tensor) and tensor.dtype == torch.bfloat16 and dispatch.hc_kernels()
+    fits = tensor.dtype == torch.bfloat16 and tensor.numel() > 0
+    return fits and neuron.holds(tensor) and dispatch.hc_kernels()
+
+
+def _streams_on_kernel(streams: torch.Tensor) -> bool:
+    return streams.shape[-2] == reference.HC and _on_kernel(streams)
+
+
+def _mixes_on_kernel(residual: torch.Tensor) -> bool:
+    # The kernel takes a token's values in rows of 128.
+    return residual.shape[-2] * residual.shape[-1] % 128 == 0 and _streams_on_kernel(residual)
 
 
 def _tokens(tensor: torch.Tensor, kept: int) -> torch.Tensor:

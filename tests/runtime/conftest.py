@@ -8,6 +8,10 @@ import pytest
 
 from deepinfer_prep.runtime import neuron
 
+from .fake_neuron import fake_neuron
+
+__all__ = ["fake_neuron"]
+
 _VARIABLES = (
     "DEEPINFER_NEURON_FP8_MAX",
     "DEEPINFER_NEURON_NKI_GEMM",
