@@ -13,27 +13,28 @@ import numpy as np
 
 from deepinfer_prep import fp8, sidecar
 from deepinfer_prep._version import __version__
-from deepinfer_prep.checkpoint import INDEX_SUFFIX, FileState, open_checkpoint
+from deepinfer_prep.checkpoint import FileState, open_checkpoint
 from deepinfer_prep.digest import SegmentDigests
 from deepinfer_prep.errors import ConversionError, RefusedError
 from deepinfer_prep.execute import Execution
 from deepinfer_prep.finish import Derived, build_manifest, derive_all, sidecar_files
-from deepinfer_prep.journal import Journal, read_done
-from deepinfer_prep.manifest import (
-    Counts,
-    FileRecord,
-    Manifest,
-    WeightRecord,
-    parse_manifest,
+from deepinfer_prep.journal import Journal, is_same_run, read_done, read_identity
+from deepinfer_prep.manifest import Counts, FileRecord, Manifest, WeightRecord
+from deepinfer_prep.output_folder import (
+    Workspace,
+    check_separate,
+    check_sources_outside,
+    check_space,
+    check_usable,
 )
-from deepinfer_prep.output_folder import Workspace, check_separate, check_space, check_usable, is_same_run
 from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, default_workers
 from deepinfer_prep.plan import Options, Plan, plan_conversion
 from deepinfer_prep.progress import Meter, ProgressCallback
-from deepinfer_prep.refusals import MANIFEST_NAME, SIDECAR_INDEX
+from deepinfer_prep.publication import publish, resume_publication
+from deepinfer_prep.refusals import SIDECAR_INDEX
 from deepinfer_prep.scan import check_values, scan_codes
 from deepinfer_prep.sidecar import Location
-from deepinfer_prep.storage import RangeWriter, write_file_durably
+from deepinfer_prep.storage import RangeWriter
 from deepinfer_prep.transform import Tally
 
 
@@ -93,16 +94,14 @@ def convert_checkpoint(
     check_values(plan, workers, chunk_size, progress)
     if plan.options.strict:
         _refuse_nan(plan, scan_codes(plan, workers, chunk_size, progress))
-    output.mkdir(parents=True, exist_ok=True)
-    names = [file.name for file in plan.files]
     with Workspace(output) as workspace:
-        check_usable(output, _identity(plan), names, overwrite)
-        if not is_same_run(workspace.journal, _identity(plan)):
+        check_usable(output, _identity(plan), [file.name for file in plan.files], overwrite)
+        if not is_same_run(read_identity(workspace.journal), _identity(plan)):
             workspace.clear()
-        manifest, resumed = _ready_manifest(workspace), plan.output_bytes
+        manifest, resumed = resume_publication(workspace, workers, chunk_size, progress), plan.output_bytes
         if manifest is None:
             manifest, resumed = _write_all(plan, workspace, workers, chunk_size, progress)
-        workspace.publish(_publication_order(manifest))
+        publish(workspace, manifest)
     return _result(plan, output, manifest, resumed, time.monotonic() - started)
 
 
@@ -116,6 +115,7 @@ def plan_output(source: Path, output: Path, *, options: Options | None = None, o
     plan = plan_conversion(open_checkpoint(source), options or Options())
     if plan.refusals:
         raise RefusedError(plan.refusals)
+    check_sources_outside((file.source for file in plan.files), output)
     check_usable(output, _identity(plan), [file.name for file in plan.files], overwrite)
     check_space(output, plan.output_bytes + plan.sidecar_bytes)
     return plan
@@ -143,16 +143,10 @@ def _refuse_nan(plan: Plan, tally: Tally) -> None:
         )
 
 
-def _ready_manifest(workspace: Workspace) -> Manifest | None:
-    """The manifest of a run that was interrupted while it published, else None."""
-    path = workspace.path(MANIFEST_NAME)
-    return parse_manifest(path.read_bytes(), path) if path.exists() else None
-
-
 def _write_all(
     plan: Plan, workspace: Workspace, workers: int, chunk_size: int, progress: ProgressCallback | None
 ) -> tuple[Manifest, int]:
-    earlier = read_done(workspace.journal) if workspace.journal.exists() else {}
+    earlier = read_done(workspace.journal)
     journal = Journal(workspace.journal, _identity(plan))
     try:
         execution = Execution(plan.files, workspace, journal)
@@ -162,9 +156,7 @@ def _write_all(
     _check_unchanged(plan)
     derived = derive_all(plan, lambda name: _location(plan, workspace, name))
     names, records = _write_sidecar(workspace, derived)
-    manifest = build_manifest(plan, __version__, derived, execution.results, names, records)
-    write_file_durably(workspace.path(MANIFEST_NAME), manifest.to_json())
-    return manifest, execution.resumed_bytes
+    return build_manifest(plan, __version__, derived, execution.results, names, records), execution.resumed_bytes
 
 
 def _check_unchanged(plan: Plan) -> None:
@@ -200,11 +192,6 @@ def _write_file(workspace: Workspace, name: str, size: int, chunks: Iterable[fp8
             position += chunk.size
         writer.sync()
     return FileRecord(size, digests.digests())
-
-
-def _publication_order(manifest: Manifest) -> list[str]:
-    """Shards first and indexes last, so that a loader never finds an index without its shards."""
-    return sorted(manifest.files, key=lambda name: (name.endswith(INDEX_SUFFIX), name))
 
 
 def _result(plan: Plan, output: Path, manifest: Manifest, resumed: int, seconds: float) -> ConversionResult:

@@ -6,6 +6,7 @@ import xxhash
 
 from deepinfer_prep import fp8
 from deepinfer_prep.parallel import SEGMENT_BYTES
+from deepinfer_prep.storage import RangeReader, RangeWriter
 
 
 class SegmentDigests:
@@ -33,3 +34,18 @@ class SegmentDigests:
         if self._room == SEGMENT_BYTES and self._finished:
             return tuple(self._finished)
         return (*self._finished, self._current.hexdigest())
+
+
+def digest_range(file: RangeReader | RangeWriter, start: int, end: int, buffer: fp8.U8) -> str:
+    """The digest of bytes start..end of a file, in hex.
+
+    Raises:
+        PrepError: the file ends before `end`.
+        OSError: a read failed.
+    """
+    digest = xxhash.xxh3_128()
+    for position in range(start, end, buffer.size):
+        chunk = buffer[: min(buffer.size, end - position)]
+        file.read_into(chunk.data, position)
+        digest.update(chunk.data)
+    return digest.hexdigest()

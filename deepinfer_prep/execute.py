@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import xxhash
 
 from deepinfer_prep import fp8
+from deepinfer_prep.checkpoint import FileState
+from deepinfer_prep.digest import digest_range
+from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.journal import Journal, SegmentDone
 from deepinfer_prep.output_folder import Workspace
 from deepinfer_prep.parallel import run_parallel, segments
@@ -21,7 +25,8 @@ from deepinfer_prep.transform import Tally, output_chunks
 
 COMMIT_BYTES = 512 * 1024 * 1024
 """After so many new bytes the data is synced and recorded; a kill loses at most this and what is under way."""
-_COMMIT_FILES = 256
+_COMMIT_FILES = 64
+"""The same for files, of which at most so many are open and wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,12 @@ class _Writers:
             writer = self._open.get(file.name)
             if writer is None:
                 writer = RangeWriter(self._workspace.path(file.name))
+                try:
+                    writer.allocate(file.size)
+                except BaseException:
+                    writer.close()
+                    raise
                 self._open[file.name] = writer
-                writer.allocate(file.size)
             return writer
 
     def sync(self, name: str) -> None:
@@ -77,7 +86,8 @@ class _Writers:
     def close_all(self) -> None:
         """Close what an error left open."""
         for name in list(self._open):
-            self.close(name)
+            with suppress(OSError):  # None of it counts as written.
+                self.close(name)
 
 
 class Execution:
@@ -99,16 +109,19 @@ class Execution:
             ConversionError, OSError: a segment failed. What was synced before is recorded.
         """
         try:
-            for finished in run_parallel(self._segments(earlier), self._write, workers, chunk_size):
-                self._uncommitted.append(finished)
-                meter.add(finished.segment.nbytes)
-                if self._is_commit_due():
-                    self._commit()
-        finally:
-            try:
+            with closing(run_parallel(self._segments(earlier), self._write, workers, chunk_size)) as pieces:
+                for finished in pieces:
+                    self._uncommitted.append(finished)
+                    meter.add(finished.segment.nbytes)
+                    if self._is_commit_due():
+                        self._commit()
+            self._commit()
+        except BaseException:
+            with suppress(OSError):  # The error that stopped the run is the one to tell.
                 self._commit()
-            finally:
-                self._writers.close_all()
+            raise
+        finally:
+            self._writers.close_all()
 
     def _segments(self, earlier: dict[tuple[str, int], SegmentDone]) -> Iterator[_Segment]:
         for file in self._files:
@@ -117,13 +130,15 @@ class Execution:
 
     def _write(self, segment: _Segment, buffer: fp8.U8) -> _Finished:
         writer = self._writers.get(segment.file)
-        if segment.earlier is not None and _digest_of(writer, segment, buffer) == segment.earlier.digest:
-            return _Finished(segment, segment.earlier, True)
+        earlier = segment.earlier
+        if earlier is not None and digest_range(writer, segment.start, segment.end, buffer) == earlier.digest:
+            return _Finished(segment, earlier, True)
         tally, digest = Tally(), xxhash.xxh3_128()
         with RangeReader(segment.file.source) as source:
             for offset, chunk in output_chunks(segment.file, source, segment.start, segment.end, buffer, tally):
                 digest.update(chunk.data)
                 writer.write_from(chunk.data, offset)
+            _check_unchanged(segment.file, source)
         done = SegmentDone(segment.file.name, segment.number, digest.hexdigest(), tally)
         return _Finished(segment, done, False)
 
@@ -146,10 +161,10 @@ class Execution:
                 self._writers.close(name)
 
 
-def _digest_of(writer: RangeWriter, segment: _Segment, buffer: fp8.U8) -> str:
-    digest = xxhash.xxh3_128()
-    for start in range(segment.start, segment.end, buffer.size):
-        chunk = buffer[: min(buffer.size, segment.end - start)]
-        writer.read_into(chunk.data, start)
-        digest.update(chunk.data)
-    return digest.hexdigest()
+def _check_unchanged(file: OutputFile, source: RangeReader) -> None:
+    """Nothing read from a file that changed since it was planned may be recorded as done."""
+    if FileState.from_status(source.status()) != file.state:
+        raise ConversionError(
+            f"{file.source} changed while it was being converted. Nothing was published. Make sure that nothing "
+            "writes to the checkpoint, and convert again with --overwrite."
+        )

@@ -1,46 +1,43 @@
-"""The output folder: what may be written there, where an unfinished run keeps its files, and publication.
-
-Until a run is complete everything lies in `OUT/.deepinfer-prep/`; publication renames each file to its
-final name, the index after the shards and the manifest last. A kill between two renames leaves complete
-files and no manifest, and the next run goes on renaming.
-"""
+"""The output folder: what may be written there, and where an unfinished run keeps its files."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from deepinfer_prep.checkpoint import INDEX_SUFFIX, SHARD_SUFFIX
-from deepinfer_prep.errors import ConversionError, RefusedError
-from deepinfer_prep.journal import read_identity
+from deepinfer_prep.checkpoint import DISCARDED_NAME, WORKSPACE_NAME
+from deepinfer_prep.errors import RefusedError
+from deepinfer_prep.journal import is_same_run, read_identity
 from deepinfer_prep.refusals import MANIFEST_NAME
-from deepinfer_prep.storage import sync_folder
 
-WORKSPACE_NAME = ".deepinfer-prep"
+_LOCK_ATTEMPTS = 100
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class Workspace:
-    """The unfinished run inside an output folder; holding it locks the folder against other runs."""
+    """The unfinished run inside an output folder; holding it locks the folder against other runs.
+
+    `OUT/.deepinfer-prep/` holds `lock`, `journal`, `files/` with everything that has no final name yet, and
+    `manifest.json` once all of that is complete and synced: from then on the run is being published.
+
+    Raises:
+        RefusedError: another run holds the folder, or the file system cannot lock.
+    """
 
     def __init__(self, output: Path) -> None:
         self.output = output
         self.root = output / WORKSPACE_NAME
         self.files = self.root / "files"
         self.journal = self.root / "journal"
-        self.files.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise RefusedError(
-                (f"{output}: another conversion is writing to this folder. Wait for it, or choose another output.",)
-            ) from None
+        self.ready_manifest = self.root / "manifest.json"
+        self._lock = _acquire(self.root / "lock")
 
     def __enter__(self) -> Workspace:
         return self
@@ -48,6 +45,8 @@ class Workspace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self.journal.exists():
+            self.discard()
         os.close(self._lock)
 
     def path(self, name: str) -> Path:
@@ -58,44 +57,78 @@ class Workspace:
 
     def clear(self) -> None:
         """Throw away everything that an unfinished run has written, but keep the lock."""
-        shutil.rmtree(self.files)
-        self.files.mkdir()
+        self.ready_manifest.unlink(missing_ok=True)
         self.journal.unlink(missing_ok=True)
+        if self.files.exists():
+            shutil.rmtree(self.files)
 
-    def publish(self, names: Iterable[str]) -> None:
-        """Give every file its final name, in the order given, the manifest last; then remove the workspace.
+    def discard(self) -> None:
+        """Remove the workspace with all that is in it.
 
-        Files that an interrupted publication has moved already are taken as they are.
-
-        Raises:
-            ConversionError: a file is neither here nor at its final place.
+        It gets another name first: a run that waits for the lock then finds it gone rather than half removed,
+        and what cannot be removed (NFS keeps the open lock file until it is closed) does not fail a finished run.
         """
-        remove_stale(self.output, frozenset(names) | {MANIFEST_NAME})
-        folders = {self.output}
-        for name in names:
-            target = self.output / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            folders.add(target.parent)
-            if self.path(name).exists():
-                os.replace(self.path(name), target)
-            elif not target.exists():
-                raise ConversionError(f"{target} vanished while the output was being completed. Convert again.")
-        for folder in sorted(folders):
-            sync_folder(folder)
-        os.replace(self.path(MANIFEST_NAME), self.output / MANIFEST_NAME)
-        sync_folder(self.output)
-        shutil.rmtree(self.root)
+        discarded = self.output / DISCARDED_NAME
+        shutil.rmtree(discarded, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            os.replace(self.root, discarded)
+        shutil.rmtree(discarded, ignore_errors=True)
+
+
+def _acquire(path: Path) -> int:
+    """Open and lock a lock file that other runs may remove at any moment; the descriptor holds the lock."""
+    for _ in range(_LOCK_ATTEMPTS):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            continue  # Another run removed its workspace between the two calls.
+        try:
+            _lock(lock, path.parent.parent)
+            if _is_same_file(lock, path):
+                return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+    raise RefusedError((f"{path} is removed as fast as it is made: other conversions run in this folder. Wait.",))
+
+
+def _lock(descriptor: int, output: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RefusedError(
+            (f"{output}: another conversion is writing to this folder. Wait for it, or choose another output.",)
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise RefusedError(
+            (
+                f"{output}: its file system cannot lock files ({error.strerror}), so two conversions could write here "
+                "at once. Mount it with locks (Lustre: -o flock), or choose another output.",
+            )
+        ) from None
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def check_separate(source: Path, output: Path) -> None:
-    """Refuse an output that is the source, lies inside it or holds it, by any path or link.
+    """Refuse an output that is the source, lies inside it or holds it, by any path, link or bind mount.
 
     Raises:
         RefusedError: they are not separate.
     """
     source, output = source.resolve(), output.resolve()
     folder = source if source.is_dir() else source.parent
-    if folder == output or (source.is_dir() and (source in output.parents or output in source.parents)):
+    inside = source.is_dir() and (_is_inside(output, source) or _is_inside(source, output))
+    if _is_same_folder(folder, output) or inside:
         raise RefusedError(
             (
                 f"the output {output} and the source {source} are the same folder or lie inside one another. "
@@ -104,22 +137,79 @@ def check_separate(source: Path, output: Path) -> None:
         )
 
 
-def check_usable(output: Path, identity: Mapping[str, Any], planned: Iterable[str], overwrite: bool) -> None:
-    """Refuse an output folder that holds anything but an unfinished run of the same conversion.
+def check_sources_outside(sources: Iterable[Path], output: Path) -> None:
+    """Refuse source files that are links into the output: publication would replace what they lead to.
 
     Raises:
-        RefusedError: it holds something else, and overwriting was not asked for; or it is no folder.
+        RefusedError: one of them is.
     """
-    if output.exists() and not output.is_dir():
-        raise RefusedError((f"{output} is a file. Choose a folder as the output.",))
-    if not output.exists() or overwrite:
+    output = output.resolve()
+    for source in sources:
+        target = source.resolve()
+        if output in target.parents:
+            raise RefusedError(
+                (f"{source} is a link to {target}, inside the output {output}. Choose another folder as the output.",)
+            )
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    return any(_is_same_folder(parent, folder) for parent in path.parents)
+
+
+def _is_same_folder(one: Path, other: Path) -> bool:
+    """Compares device and inode, so that a bind mount of a folder is recognised as that folder."""
+    if one == other:
+        return True
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
+def check_usable(output: Path, identity: Mapping[str, Any], names: Iterable[str], overwrite: bool) -> None:
+    """Refuse an output folder that holds anything but an unfinished run of the same conversion.
+
+    `names` are the files that the output will hold.
+
+    Raises:
+        RefusedError: it holds something else, and overwriting was not asked for; or a name of the output is
+            taken by a folder or a link; or it is no folder.
+    """
+    if not output.is_dir():
+        if output.exists() or output.is_symlink():
+            raise RefusedError((f"{output} is not a folder. Choose a folder as the output.",))
         return
-    entries = {entry.name for entry in output.iterdir()}
+    _check_names_free(output, names)
+    if not overwrite:
+        _check_only_own_run(output, identity)
+
+
+def _check_names_free(output: Path, names: Iterable[str]) -> None:
+    names = list(names)
+    taken = [name for name in names if (output / name).is_dir() and not (output / name).is_symlink()]
+    folders = {str(folder) for name in names for folder in Path(name).parents if folder != Path()}
+    for folder in sorted({WORKSPACE_NAME, *folders}):
+        path = output / folder
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            taken.append(folder)
+    if taken:
+        raise RefusedError(
+            (
+                f"{output} cannot take the output: {', '.join(taken[:5])} "
+                "is a folder where a file has to go, or a file or link where a folder has to go. Move it away, or "
+                "choose another output.",
+            )
+        )
+
+
+def _check_only_own_run(output: Path, identity: Mapping[str, Any]) -> None:
+    root = output / WORKSPACE_NAME
+    entries = {entry.name for entry in output.iterdir()} - {WORKSPACE_NAME, DISCARDED_NAME}
+    found = read_identity(root / "journal")
+    if is_same_run(found, identity) and (root / "manifest.json").exists():
+        return  # Its publication was interrupted: files have their final names already.
     if MANIFEST_NAME in entries:
         raise RefusedError((f"{output} already holds a finished output. Use --overwrite to replace it.",))
-    if WORKSPACE_NAME in entries:
-        _check_same_run(output, identity)
-        entries -= {WORKSPACE_NAME} | {name.partition("/")[0] for name in planned}
     if entries:
         raise RefusedError(
             (
@@ -128,33 +218,14 @@ def check_usable(output: Path, identity: Mapping[str, Any], planned: Iterable[st
                 "the safetensors files and indexes in it.",
             )
         )
-
-
-def is_same_run(journal: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether a journal was written by a run of the same source, options and tool version."""
-    return read_identity(journal) == identity
-
-
-def _check_same_run(output: Path, identity: Mapping[str, Any]) -> None:
-    found = read_identity(output / WORKSPACE_NAME / "journal")
-    if found is None or found == identity:
-        return
-    different = [key for key in sorted({*found, *identity}) if found.get(key) != identity.get(key)]
-    raise RefusedError(
-        (
-            f"{output} holds an unfinished run that cannot be resumed: its {', '.join(different)} differ from this "
-            "run's. Use --overwrite to start over, or finish it with the source and version that began it.",
+    if found is not None and not is_same_run(found, identity):
+        different = [key for key in sorted({*found, *identity}) if found.get(key) != identity.get(key)]
+        raise RefusedError(
+            (
+                f"{output} holds an unfinished run that cannot be resumed: its {', '.join(different)} differ from this "
+                "run's. Use --overwrite to start over, or finish it with the source and version that began it.",
+            )
         )
-    )
-
-
-def remove_stale(output: Path, names: frozenset[str]) -> None:
-    """Remove an older output's manifest, and its shards and indexes that the new one does not have."""
-    (output / MANIFEST_NAME).unlink(missing_ok=True)
-    for entry in output.iterdir():
-        if entry.name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)) and entry.name not in names:
-            entry.unlink()
-    sync_folder(output)
 
 
 def check_space(output: Path, needed: int) -> None:
@@ -178,5 +249,9 @@ def check_space(output: Path, needed: int) -> None:
 
 def _blocks_bytes(folder: Path) -> int:
     """Disk space that the files below a folder take; 0 where there is none."""
-    paths = (Path(parent) / name for parent, _, names in os.walk(folder) for name in names)
-    return sum(path.stat().st_blocks * 512 for path in paths)
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # Another run may be publishing them.
+                total += (Path(parent) / name).stat().st_blocks * 512
+    return total

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import TypeVar
 
 from deepinfer_prep import fp8
+from deepinfer_prep.errors import PrepError
 from deepinfer_prep.transform import new_buffer
 
 Item = TypeVar("Item")
@@ -30,7 +31,7 @@ def default_workers() -> int:
 
 def run_parallel(
     items: Iterable[Item], work: Callable[[Item, fp8.U8], Result], workers: int, chunk_size: int
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield work(item, buffer) for every item, in the order of completion.
 
     At most `workers` buffers of `chunk_size` bytes exist. The first error stops the hand-out of items and is
@@ -49,7 +50,8 @@ def run_parallel(
         pending: set[Future[Result]] = set()
         while True:
             ahead = max(2 * workers, QUEUE_DEPTH) - len(pending)
-            pending |= {executor.submit(with_buffer, item) for item in islice(source, ahead)}
+            for item in islice(source, ahead):
+                pending.add(_submit(executor, with_buffer, item))
             if not pending:
                 return
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -63,6 +65,13 @@ def run_parallel(
                 future.result()
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _submit(executor: ThreadPoolExecutor, work: Callable[[Item], Result], item: Item) -> Future[Result]:
+    try:
+        return executor.submit(work, item)
+    except RuntimeError as error:
+        raise PrepError(f"the system starts no more threads ({error}). Use fewer --workers.") from None
 
 
 def segments(size: int) -> Iterator[tuple[int, int]]:
