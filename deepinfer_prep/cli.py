@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _CHECKPOINT = click.Path(path_type=Path)
 _MIN_CHUNK = 64 * 1024
+_RESUMABLE = "Nothing unfinished passes for an output; the same command goes on from where this one stopped."
 
 
 def _parse_chunk(ctx: click.Context, param: click.Parameter, value: str) -> int:
@@ -128,7 +129,7 @@ def convert(
     if dry_run:
         _dry_run(checkpoint, out, _options(strict), overwrite, workers, chunk_size, report, as_json)
         return
-    with reported_errors(as_json), progress_display(quiet) as progress:
+    with reported_errors(as_json, _RESUMABLE), progress_display(quiet) as progress:
         from deepinfer_prep.convert import convert_checkpoint
         from deepinfer_prep.render import conversion_text
 

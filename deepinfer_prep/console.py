@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,47 +29,82 @@ def emit(result: Any, text: Callable[[Any], str], as_json: bool, report: Path | 
     """Print a result as text or JSON, and write it to a report file where one is wanted."""
     from deepinfer_prep.render import to_data
 
-    encoded = json.dumps(to_data(result), indent=1, ensure_ascii=False)
+    encoded = json.dumps(to_data(result), indent=1)
+    _print(encoded if as_json else text(result))
     if report is not None:
-        report.write_text(encoded + "\n", encoding="utf-8")
-    click.echo(encoded if as_json else text(result))
+        try:
+            report.parent.mkdir(parents=True, exist_ok=True)
+            report.write_text(encoded + "\n", encoding="utf-8")
+        except OSError as error:
+            click.echo(f"error: the report could not be written: {_describe(error)}", err=True)
+            sys.exit(EXIT_FAILED)
 
 
 @contextmanager
-def reported_errors(as_json: bool) -> Iterator[None]:
-    """Turn expected errors and interrupts into one message and an exit status; SIGTERM counts as an interrupt."""
-    signal.signal(signal.SIGTERM, _interrupt)
+def reported_errors(as_json: bool, after_failure: str = "") -> Iterator[None]:
+    """Turn expected errors and interrupts into one message and an exit status; SIGTERM counts as an interrupt.
+
+    `after_failure` says what a failure of the system or an interrupt leaves behind.
+    """
     try:
-        yield
+        with _stopped_by_signals():
+            yield
     except RefusedError as error:
         _fail("refused", list(error.reasons), as_json, EXIT_FAILED)
     except PrepError as error:
         _fail("error", [str(error)], as_json, EXIT_FAILED)
     except OSError as error:
-        _fail("error", [_describe(error)], as_json, EXIT_FAILED)
+        _fail("error", [f"{_describe(error)} {after_failure}".rstrip()], as_json, EXIT_FAILED)
+    except MemoryError:
+        message = f"not enough memory. Use fewer --workers or a smaller --chunk-size. {after_failure}".rstrip()
+        _fail("error", [message], as_json, EXIT_FAILED)
     except KeyboardInterrupt:
-        message = "interrupted. What was written is kept aside; the same command goes on from there."
-        _fail("stopped", [message], as_json, EXIT_INTERRUPTED)
+        _fail("stopped", [f"interrupted. {after_failure}".rstrip()], as_json, EXIT_INTERRUPTED)
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt; the second one ends the process at once.
+
+    A signal that was ignored stays ignored (nohup, background jobs); only the main thread may set handlers.
+    """
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, _interrupt)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: Any) -> NoReturn:
+    for other in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(other) is _interrupt:
+            signal.signal(other, signal.SIG_DFL)
     raise KeyboardInterrupt
 
 
 def _describe(error: OSError) -> str:
-    where = f" ({error.filename})" if error.filename else ""
-    return (
-        f"{error.strerror or error}{where}. Nothing unfinished has its final name; once this is mended, "
-        "the same command goes on."
-    )
+    code = errno.errorcode.get(error.errno or 0, "no error number")
+    return f"{error.strerror or error} [{code}]{f': {error.filename}' if error.filename else ''}."
 
 
 def _fail(kind: str, messages: list[str], as_json: bool, status: int) -> NoReturn:
     if as_json:
-        click.echo(json.dumps({"status": kind, "messages": messages}, indent=1, ensure_ascii=False))
+        _print(json.dumps({"status": kind, "messages": messages}, indent=1))
     for message in messages:
         click.echo(f"{kind}: {message}", err=True)
     sys.exit(status)
+
+
+def _print(text: str) -> None:
+    """Print on stdout; names that its encoding cannot express are escaped rather than fatal."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    click.echo(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 @contextmanager
