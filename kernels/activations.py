@@ -3,52 +3,59 @@
 import nki.isa as nisa
 import nki.language as nl
 
-from .scales import MANTISSA_BITS
+from .constants import AMAX_FLOOR, FP8_BLOCK, FP8_MAX, MANTISSA_BITS
 from .tiles import P, fold_factor, k_groups, k_tiles, load_folded, transpose_folded
 
-FP8_BLOCK = 32
-FP8_MAX = 224.0
-AMAX_FLOOR = 1e-4
 ROUND_TRIP_PASSES = 3
 """Times that VectorE reads every element of x in the round trip."""
 
 FOLD_WIDTH = 256
+"""Columns of a k tile of two planes, the narrowest that rows are folded to."""
+
 CHUNK = 2048
 """Columns that one step of the round trip takes: keeps its fp32 scales in one PSUM bank."""
 
 
-def load_activations(x: nl.ndarray, width: int, round_trip: bool) -> nl.ndarray:
-    """x bf16 [m, k] as fp32 pairs [128, k tiles of `width` columns, width / 256, m], see transpose_folded."""
-    m, k = x.shape
-    full = k // width
-    xt = nl.ndarray((P, k_tiles(k, width), width // 256, m), dtype=nl.float32, buffer=nl.sbuf)
+def load_activations(sources: list[nl.ndarray], width: int, round_trip: bool) -> nl.ndarray:
+    """bf16 [rows, k] matrices in HBM, stacked, as fp32 pairs [128, k tiles of `width` columns, width / 256, m].
+
+    m counts the rows of all sources; of several there may be 128 in all. See transpose_folded for the pairs' order.
+    """
+    rows, k = sources[0].shape
+    m = rows * len(sources)
+    assert len(sources) == 1 or m <= P, f"{len(sources)} matrices of {rows} rows do not fit {P} partitions"
+    xt = nl.ndarray((P, k_tiles(k, width), width // FOLD_WIDTH, m), dtype=nl.float32, buffer=nl.sbuf)
     for row in range(0, m, P):
-        rows = min(P, m - row)
-        if full > 0:
-            segments = fold_factor(full, rows)
-            folded = load_folded([x], row, rows, segments, full // segments * width)
-            dst = xt[:, 0:full, :, row : row + rows].reshape_dim(1, (segments, full // segments))
-            _transpose_after(dst, folded, round_trip)
-        if k % width != 0:
-            partitions = k % width * P // width
-            folded = load_folded([x[:, full * width : k]], row, rows, 1, k % width)
-            dst = xt[0:partitions, full : full + 1, :, row : row + rows].reshape_dim(1, (1, 1))
-            _transpose_after(dst, folded, round_trip)
+        count = min(P, m - row)
+        for span in _k_spans(k, width, count):
+            folded = load_folded(sources, row, count // len(sources), span[0], span[1], span[2])
+            if round_trip:
+                fp8_round_trip(folded)
+            first = span[0] // width
+            tiles = k_tiles(span[2], width)
+            dst = xt[0 : span[3], first : first + span[1] * tiles, :, row : row + count]
+            transpose_folded(dst.reshape_dim(1, (span[1], tiles)), folded)
     return xt
 
 
-def _transpose_after(dst: nl.ndarray, folded: nl.ndarray, round_trip: bool) -> None:
-    if round_trip:
-        fp8_round_trip(folded)
-    transpose_folded(dst, folded)
+def _k_spans(k: int, width: int, rows: int) -> list[list[int]]:
+    """k as [first column, segments, columns of a segment, partitions of a k tile]: its whole k tiles, then the rest."""
+    spans = []
+    full = k // width
+    if full > 0:
+        segments = fold_factor(full, rows)
+        spans.append([0, segments, full // segments * width, P])
+    if k % width != 0:
+        spans.append([full * width, 1, k % width, k % width * P // width])
+    return spans
 
 
-def round_trip_elements(m: int, k: int) -> int:
-    """Elements a partition that VectorE goes through for the round trip of x [m, k], in load_activations' layout."""
+def round_trip_elements(m: int, k: int, width: int) -> int:
+    """Elements a partition that VectorE goes through for the round trip in load_activations."""
     elements = 0
     for row in range(0, m, P):
-        full = k // FOLD_WIDTH
-        elements += ROUND_TRIP_PASSES * (full // fold_factor(full, min(P, m - row)) * FOLD_WIDTH + k % FOLD_WIDTH)
+        for span in _k_spans(k, width, min(P, m - row)):
+            elements += ROUND_TRIP_PASSES * span[2]
     return elements
 
 

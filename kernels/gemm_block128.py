@@ -39,7 +39,7 @@ def linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     check_sizes(m, n, k)
     out = nl.ndarray((m, n), dtype=nl.bfloat16, buffer=nl.shared_hbm)
     share = my_columns(n)
-    spread = spread_blocks(plane_view(load_activations(x, WIDTH, False)), k, BLOCKS)
+    spread = spread_blocks(plane_view(load_activations([x], WIDTH, False)), k, BLOCKS)
     scales = _load_scales(scale, share[0], share[1])
     for group in row_groups(share[0], share[1], LOAD_BYTES, m):
         row = group[0]

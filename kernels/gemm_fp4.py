@@ -49,7 +49,7 @@ def linear(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> 
     n = w.shape[0]
     check_sizes(m, n, k)
     share = my_columns(n)
-    moving = plane_view(load_activations(x, WIDTH, False))
+    moving = plane_view(load_activations([x], WIDTH, False))
     if m <= PARTIAL_M_MAX:
         moving = spread_blocks(moving, k, BLOCKS)
     for group in row_groups(share[0], share[1], k // 2, m):

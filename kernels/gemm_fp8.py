@@ -39,9 +39,9 @@ def linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_trip: bool) ->
     check_sizes(m, n, k)
     out = nl.ndarray((m, n), dtype=nl.bfloat16, buffer=nl.shared_hbm)
     share = my_columns(n)
-    moving = plane_view(load_activations(x, WIDTH, round_trip))
+    moving = plane_view(load_activations([x], WIDTH, round_trip))
     scales = load_block_scales(scale, share[0], share[1], WIDTH)
-    spent = [round_trip_elements(m, k) if round_trip else 0, 0]
+    spent = [round_trip_elements(m, k, WIDTH) if round_trip else 0, 0]
     for group in row_groups(share[0], share[1], k, m):
         row = group[0]
         per_partition = group[3]
@@ -91,8 +91,9 @@ def _dequantize(tile: nl.ndarray, scales: nl.ndarray, k: int, spent: list[int]) 
 def _scale_on_vector(dst: nl.ndarray, codes: nl.ndarray, scales: nl.ndarray) -> None:
     """codes [partitions, k tiles, rows a partition, blocks, run] times scales [partitions, k tiles, blocks]."""
     _, _, per_partition, _, run = codes.shape
-    factors = scales.expand_dim(2).broadcast(2, per_partition).expand_dim(4).broadcast(4, run)
-    nisa.tensor_tensor(dst=dst, data1=codes, data2=factors, op=nl.multiply)
+    factors = scales.expand_dim(3).broadcast(3, run)
+    for r in range(per_partition):
+        nisa.tensor_tensor(dst=dst[:, :, r], data1=codes[:, :, r], data2=factors, op=nl.multiply)
 
 
 def _scale_on_scalar(dst: nl.ndarray, codes: nl.ndarray, scales: nl.ndarray) -> None:

@@ -14,22 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-FP8_BLOCK = 32
-"""Columns that share one power-of-two scale in the activation round trip of `fp8_linear`."""
-
-FP8_MAX = 224.0
-"""Largest magnitude that the round trip encodes: 448 / 2, below the hardware's 240."""
-
-AMAX_FLOOR = 1e-4
-"""Smallest block maximum that sets a scale; DeepSeek's reference quantizer clamps at the same value."""
-
-HC = 4
-SINKHORN_ITERS = 20
-HC_EPS = 1e-6
-NORM_EPS = 1e-20
+from .constants import (
+    AMAX_FLOOR,
+    FP8_BLOCK,
+    FP8_MAX,
+    HC,
+    HC_EPS,
+    MANTISSA_BITS,
+    NORM_EPS,
+    SINKHORN_ITERS,
+)
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MANTISSA_BITS = 23
 _EXPONENT_BIAS = 127
 
 
@@ -63,7 +59,7 @@ def decode_e8m0(scale: Tensor) -> Tensor:
 
     Byte 0 stands for 2^-127, a subnormal fp32 number that an engine may flush, so the kernels fix it to zero.
     """
-    return (scale.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
+    return (scale.to(torch.int32) << MANTISSA_BITS).view(torch.float32)
 
 
 def decode_e8m0_exact(scale: Tensor) -> Tensor:
@@ -106,10 +102,10 @@ def fp8_round_trip(x: Tensor) -> Tensor:
     blocks = x.float().reshape(*x.shape[:-1], -1, FP8_BLOCK)
     amax = blocks.abs().amax(dim=-1, keepdim=True).clamp(min=AMAX_FLOOR)
     bits = (amax * (1.0 / FP8_MAX)).view(torch.int32)
-    mantissa = bits & ((1 << _MANTISSA_BITS) - 1)
-    exponent = (bits >> _MANTISSA_BITS) + (mantissa != 0).to(torch.int32)
-    scale = (exponent << _MANTISSA_BITS).view(torch.float32)
-    inverse = ((2 * _EXPONENT_BIAS - exponent) << _MANTISSA_BITS).view(torch.float32)
+    mantissa = bits & ((1 << MANTISSA_BITS) - 1)
+    exponent = (bits >> MANTISSA_BITS) + (mantissa != 0).to(torch.int32)
+    scale = (exponent << MANTISSA_BITS).view(torch.float32)
+    inverse = ((2 * _EXPONENT_BIAS - exponent) << MANTISSA_BITS).view(torch.float32)
     codes = (blocks * inverse).to(torch.float8_e4m3fn)
     return (codes.float() * scale).flatten(-2).to(torch.bfloat16)
 

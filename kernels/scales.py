@@ -3,9 +3,9 @@
 import nki.isa as nisa
 import nki.language as nl
 
+from .constants import MANTISSA_BITS
 from .tiles import BANK_FP32, P, k_groups, k_tiles
 
-MANTISSA_BITS = 23
 BLOCK = 32
 """Columns (and, for e4m3 weights, rows) that share a scale."""
 

@@ -131,15 +131,16 @@ def fold_factor(units: int, rows: int) -> int:
     return factor
 
 
-def load_folded(sources: list[nl.ndarray], first_row: int, rows: int, segments: int, width: int) -> nl.ndarray:
-    """The first segments * width columns of bf16 matrices, stacked and folded: bf16 [rows * segments, width] in SBUF.
+def load_folded(sources: list[nl.ndarray], row: int, rows: int, column: int, segments: int, width: int) -> nl.ndarray:
+    """Rows of bf16 matrices in HBM, stacked and folded: bf16 [matrices * rows * segments, width] in SBUF.
 
-    A row takes `segments` partitions, so that few rows keep many partitions busy. `rows` counts those of one matrix.
+    Of each matrix `rows` rows from `row` on and segments * width columns from `column` on. A row takes `segments`
+    partitions, so that few rows keep many partitions busy.
     """
     height = rows * segments
     tile = nl.ndarray((len(sources) * height, width), dtype=nl.bfloat16, buffer=nl.sbuf)
     for index in range(len(sources)):
-        block = sources[index][first_row : first_row + rows, 0 : segments * width]
+        block = sources[index][row : row + rows, column : column + segments * width]
         nisa.dma_copy(dst=tile[index * height : (index + 1) * height, :], src=block.reshape_dim(1, (segments, width)))
     return tile
 

@@ -1,0 +1,20 @@
+"""Numbers that the kernels bake in and the references share."""
+
+HC = 4
+"""Residual streams of a hyper-connection (hc_mult)."""
+
+SINKHORN_ITERS = 20
+HC_EPS = 1e-6
+NORM_EPS = 1e-20
+
+FP8_BLOCK = 32
+"""Columns that share one power-of-two scale in the activation round trip of `fp8_linear`."""
+
+FP8_MAX = 224.0
+"""Largest magnitude that the round trip encodes: 448 / 2, below the hardware's 240."""
+
+AMAX_FLOOR = 1e-4
+"""Smallest block maximum that sets a scale; DeepSeek's reference quantizer clamps at the same value."""
+
+MANTISSA_BITS = 23
+"""Of fp32: e8m0 byte b is the number whose bits are b << MANTISSA_BITS."""

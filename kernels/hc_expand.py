@@ -1,0 +1,20 @@
+"""Hyper-connection expansion: one hidden state becomes HC equal residual streams."""
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from .constants import HC
+from .streams import my_share
+
+
+@nki.jit
+def kernel(hidden: nl.ndarray) -> nl.ndarray:
+    """hidden bf16 [t, h] -> bf16 [t, HC, h]. DMA copies from HBM to HBM; a grid of 2 halves the columns."""
+    tokens, columns = hidden.shape
+    out = nl.ndarray((tokens, HC, columns), dtype=hidden.dtype, buffer=nl.shared_hbm)
+    share = my_share(columns)
+    if share[0] < share[1]:
+        src = hidden[:, share[0] : share[1]].expand_dim(1).broadcast(1, HC)
+        nisa.dma_copy(dst=out[:, :, share[0] : share[1]], src=src)
+    return out
