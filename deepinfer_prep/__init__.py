@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from deepinfer_prep.convert import ConversionResult, convert_checkpoint
     from deepinfer_prep.errors import PrepError, RefusedError
     from deepinfer_prep.inspect import Inspection, inspect_checkpoint
-    from deepinfer_prep.plan import Options
+    from deepinfer_prep.options import Options
     from deepinfer_prep.progress import Progress
     from deepinfer_prep.verify import VerificationResult, verify_checkpoint
 
@@ -37,7 +37,7 @@ __all__ = [
 _HOMES = {
     "ConversionResult": "convert",
     "Inspection": "inspect",
-    "Options": "plan",
+    "Options": "options",
     "PrepError": "errors",
     "Progress": "progress",
     "RefusedError": "errors",

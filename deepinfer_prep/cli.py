@@ -11,7 +11,7 @@ from deepinfer_prep._version import __version__
 from deepinfer_prep.console import EXIT_FAILED, emit, progress_display, reported_errors
 
 if TYPE_CHECKING:
-    from deepinfer_prep.plan import Options
+    from deepinfer_prep.options import Options
 
 _CHECKPOINT = click.Path(path_type=Path)
 _MIN_CHUNK = 64 * 1024
@@ -167,7 +167,7 @@ def _dry_run(
 
 
 def _options(strict: bool) -> Options:
-    from deepinfer_prep.plan import Options
+    from deepinfer_prep.options import Options
 
     return Options(strict=strict)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from deepinfer_prep.execute import Execution
 from deepinfer_prep.finish import Derived, build_manifest, derive_all, sidecar_files
 from deepinfer_prep.journal import Journal, is_same_run, read_done, read_identity
 from deepinfer_prep.manifest import Counts, FileRecord, Manifest, WeightRecord
+from deepinfer_prep.options import Options
 from deepinfer_prep.output_folder import (
     Workspace,
     check_separate,
@@ -28,7 +29,7 @@ from deepinfer_prep.output_folder import (
     check_usable,
 )
 from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, default_workers
-from deepinfer_prep.plan import Options, Plan, plan_conversion
+from deepinfer_prep.plan import Plan, plan_conversion
 from deepinfer_prep.progress import Meter, ProgressCallback
 from deepinfer_prep.publication import publish, resume_publication
 from deepinfer_prep.refusals import SIDECAR_INDEX
@@ -127,7 +128,7 @@ def _identity(plan: Plan) -> dict[str, Any]:
         "tool": __version__,
         "source": plan.fingerprint,
         "files": [[file.name, file.state.size, file.state.modified_ns] for file in plan.files],
-        "options": asdict(plan.options),
+        "options": plan.options.to_json(),
     }
 
 

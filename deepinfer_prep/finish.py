@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from deepinfer_prep import fp8, sidecar
 from deepinfer_prep.journal import SegmentDone
+from deepinfer_prep.kernel_scale import PlannedWeight
 from deepinfer_prep.manifest import FORMAT_VERSION, Counts, FileRecord, Manifest, SplitRecord, WeightRecord
 from deepinfer_prep.parallel import segments
-from deepinfer_prep.plan import MARKER, MAX_MARKER, Plan, PlannedWeight
+from deepinfer_prep.plan import MARKER, MAX_MARKER, Plan
 from deepinfer_prep.refusals import SIDECAR_PREFIX
 from deepinfer_prep.sidecar import Location, SidecarFile, SidecarTensor
 from deepinfer_prep.transform import Tally
@@ -81,7 +82,7 @@ def build_manifest(
         tool_version=tool_version,
         family=plan.family,
         source_fingerprint=plan.fingerprint,
-        options=asdict(plan.options),
+        options=plan.options.to_json(),
         counts=Counts(total.counts.rounded, total.counts.nan, total.counts.misread),
         nan_tensors=dict(sorted(total.nan_codes.items())),
         shards=tuple(shard.name for shard in plan.checkpoint.shards),

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepinfer_prep.checkpoint import open_checkpoint
+from deepinfer_prep.kernel_scale import PlannedWeight
+from deepinfer_prep.options import Options
 from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, default_workers
-from deepinfer_prep.plan import Options, Plan, PlannedWeight, plan_conversion
+from deepinfer_prep.plan import Plan, plan_conversion
 from deepinfer_prep.progress import ProgressCallback
 from deepinfer_prep.scan import scan_codes
 from deepinfer_prep.transform import SLACK_BYTES

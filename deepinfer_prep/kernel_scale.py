@@ -14,10 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepinfer_prep import fp8
+from deepinfer_prep.checkpoint import Checkpoint
 from deepinfer_prep.container import TensorInfo, tensor_nbytes
-from deepinfer_prep.formats.base import FLOAT_DTYPES, QuantizedWeight, grid_shape, matrix_shape
+from deepinfer_prep.formats.base import FLOAT_DTYPES, Element, QuantizedWeight, grid_shape, matrix_shape
 
 KERNEL_BLOCK = 32
+KERNEL_ROWS, KERNEL_COLUMNS = 32, 128
+"""The GEMM kernels take weights whose rows and columns are multiples of these."""
 _E8M0_DTYPES = ("F8_E8M0", "U8")
 _ROWS_AT_ONCE_BYTES = 4 * 1024 * 1024
 
@@ -59,6 +62,20 @@ class DerivedScale:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedWeight:
+    """A quantized weight with what is known about its kernel scale before data is read."""
+
+    quantized: QuantizedWeight
+    kernel_scale: KernelScalePlan
+
+
+def plan_weight(checkpoint: Checkpoint, quantized: QuantizedWeight) -> PlannedWeight:
+    """Plan the kernel scale of one weight of a checkpoint."""
+    weight, scale = checkpoint.tensors[quantized.weight], checkpoint.tensors[quantized.scale]
+    return PlannedWeight(quantized, plan_kernel_scale(quantized, weight, scale))
+
+
 def plan_kernel_scale(quantized: QuantizedWeight, weight: TensorInfo, scale: TensorInfo) -> KernelScalePlan:
     """Decide from names, shapes and the stated blocks where a weight's kernel scale comes from."""
     if quantized.no_kernel_scale:
@@ -82,6 +99,12 @@ def plan_kernel_scale(quantized: QuantizedWeight, weight: TensorInfo, scale: Ten
     return KernelScalePlan(
         derived=DerivedScale(scale.dtype, matrices, grid, quantized.block, rows, columns, kernel_shape)
     )
+
+
+def is_outside_kernels(weight: TensorInfo, element: Element) -> bool:
+    """Whether no GEMM kernel takes a weight of this shape, whatever its scale."""
+    rows, columns = matrix_shape(weight, element)
+    return rows % KERNEL_ROWS != 0 or columns % KERNEL_COLUMNS != 0
 
 
 def _misaligned(block: tuple[int, int], rows: int, columns: int) -> str:

@@ -17,10 +17,12 @@ from deepinfer_prep import fp8
 from deepinfer_prep._version import __version__
 from deepinfer_prep.checkpoint import Checkpoint, FileState, OtherFile, Shard
 from deepinfer_prep.container import TensorInfo, encode_header
-from deepinfer_prep.formats import Layout, QuantizedWeight, read_layout
+from deepinfer_prep.formats import Layout, read_layout
 from deepinfer_prep.formats.base import FLOAT_DTYPES
 from deepinfer_prep.hyper_connections import choose_split
-from deepinfer_prep.kernel_scale import KernelScalePlan, plan_kernel_scale
+from deepinfer_prep.kernel_scale import PlannedWeight, plan_weight
+from deepinfer_prep.options import Options
+from deepinfer_prep.plan_warnings import warn
 from deepinfer_prep.refusals import refuse
 
 MARKER = "deepinfer_prep"
@@ -31,6 +33,8 @@ class Operation(enum.Enum):
     """What happens to the bytes of a run; every operation keeps their number."""
 
     COPY = "copy"
+    COPY_FP8 = "copy fp8"
+    """Copy e4m3fn codes that have no scale; one that the hardware reads differently stops the run."""
     HALVE = "halve"
     DOUBLE_E8M0 = "double e8m0"
     DOUBLE_F64 = "double F64"
@@ -77,22 +81,6 @@ class OutputFile:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedWeight:
-    """A quantized weight with what is known about its kernel scale before data is read."""
-
-    quantized: QuantizedWeight
-    kernel_scale: KernelScalePlan
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Choices that change the output, or whether there is one; a journal is trusted only for the same ones."""
-
-    strict: bool = False
-    """Refuse NaN codes in fp8 weights instead of keeping and counting them."""
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that a conversion does, decided before the first byte of data is read."""
 
@@ -103,6 +91,8 @@ class Plan:
     weights: tuple[PlannedWeight, ...]
     split: tuple[str, ...]
     activation_scales: tuple[str, ...]
+    unscaled: tuple[str, ...]
+    """F8_E4M3 tensors without a scale; copied if the options allow it and their codes do."""
     operations: Mapping[str, Operation] = field(repr=False)
     """Operation of every tensor that is not copied, by name."""
     warnings: tuple[str, ...]
@@ -128,13 +118,13 @@ def plan_conversion(checkpoint: Checkpoint, options: Options, tool_version: str 
 
     The plan lists its refusals instead of raising, so that all of them can be shown at once.
     """
-    layout = read_layout(checkpoint)
-    split = choose_split(checkpoint)
-    operations = _operations(checkpoint, layout)
+    layout = read_layout(checkpoint, options.maps)
+    split = choose_split(checkpoint, options.split)
+    operations = _operations(checkpoint, layout, options)
     metadata = {MARKER: tool_version, MAX_MARKER: str(fp8.FP8_MAX)}
     files = [_plan_shard(shard, operations, metadata) for shard in checkpoint.shards]
     files += [_plan_copy(other) for other in checkpoint.others]
-    weights = tuple(_plan_weight(checkpoint, quantized) for quantized in layout.weights)
+    weights = tuple(plan_weight(checkpoint, quantized) for quantized in layout.weights)
     return Plan(
         checkpoint=checkpoint,
         family=layout.family,
@@ -143,29 +133,28 @@ def plan_conversion(checkpoint: Checkpoint, options: Options, tool_version: str 
         weights=weights,
         split=split.names,
         activation_scales=layout.activation_scales,
+        unscaled=tuple(layout.unpaired),
         operations=operations,
-        warnings=checkpoint.warnings + layout.warnings + split.warnings + _warnings(layout),
-        refusals=refuse(checkpoint, layout),
+        warnings=checkpoint.warnings + layout.warnings + split.warnings + warn(checkpoint, layout, weights, options),
+        refusals=refuse(checkpoint, layout, options, split.names) + split.refusals,
         fingerprint=_fingerprint(checkpoint),
     )
 
 
-def _operations(checkpoint: Checkpoint, layout: Layout) -> dict[str, Operation]:
-    operations: dict[str, Operation] = {}
+def _operations(checkpoint: Checkpoint, layout: Layout, options: Options) -> dict[str, Operation]:
+    operations = dict.fromkeys(layout.unpaired, Operation.COPY_FP8)
     for quantized in layout.weights:
         if quantized.element == "e4m3":
             operations[quantized.weight] = Operation.HALVE
             operations[quantized.scale] = _doubling(checkpoint.tensors[quantized.scale].dtype)
+    if options.activation_scales == "double":
+        for name in layout.activation_scales:
+            operations[name] = _doubling(checkpoint.tensors[name].dtype)
     return operations
 
 
 def _doubling(dtype: str) -> Operation:
     return Operation[f"DOUBLE_{dtype}"] if dtype in FLOAT_DTYPES else Operation.DOUBLE_E8M0
-
-
-def _plan_weight(checkpoint: Checkpoint, quantized: QuantizedWeight) -> PlannedWeight:
-    weight, scale = checkpoint.tensors[quantized.weight], checkpoint.tensors[quantized.scale]
-    return PlannedWeight(quantized, plan_kernel_scale(quantized, weight, scale))
 
 
 def _plan_shard(shard: Shard, operations: Mapping[str, Operation], metadata: Mapping[str, str]) -> OutputFile:
@@ -200,19 +189,6 @@ def _plan_copy(other: OtherFile) -> OutputFile:
     size = other.state.size
     runs = (Run(0, size, Operation.COPY),) if size else ()
     return OutputFile(other.name, other.path, other.state, b"", 0, size, runs, ())
-
-
-def _warnings(layout: Layout) -> tuple[str, ...]:
-    warnings = []
-    if not layout.weights and not layout.refusals:
-        warnings.append("nothing is quantized in a way that needs converting: every tensor is copied as it is.")
-    if layout.activation_scales:
-        warnings.append(
-            f"{len(layout.activation_scales):,} static activation or KV-cache scales are kept, "
-            f"{layout.activation_scales[0]} among them. Activations quantized with a scale calibrated to 448 overflow "
-            "a type that ends at 240: quantize activations dynamically, or recalibrate."
-        )
-    return tuple(warnings)
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from deepinfer_prep.checkpoint import Checkpoint
 from deepinfer_prep.container import TensorInfo
 from deepinfer_prep.formats import Layout
+from deepinfer_prep.formats.base import Unpaired
+from deepinfer_prep.options import Options
+from deepinfer_prep.sidecar import HI_SUFFIX, KERNEL_SCALE_SUFFIX, LO_SUFFIX
 
 MANIFEST_NAME = "neuron_manifest.json"
 SIDECAR_PREFIX = "neuron-"
@@ -16,15 +19,16 @@ _FOREIGN_FP8 = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _MOST_NAMES = 20
 
 
-def refuse(checkpoint: Checkpoint, layout: Layout) -> tuple[str, ...]:
+def refuse(checkpoint: Checkpoint, layout: Layout, options: Options, split: Iterable[str]) -> tuple[str, ...]:
     """Every refusal as a whole sentence; empty where the conversion may start."""
     return (
         *_already_converted(checkpoint),
         *layout.refusals,
-        *_unscaled(checkpoint, layout),
+        *_unscaled(checkpoint, layout, options),
         *_foreign_fp8(checkpoint),
         *_shared_scales(checkpoint, layout),
-        *_name_clashes(checkpoint),
+        *_file_clashes(checkpoint),
+        *_tensor_clashes(checkpoint, layout, split),
     )
 
 
@@ -44,23 +48,21 @@ def _already_converted(checkpoint: Checkpoint) -> Iterator[str]:
         )
 
 
-def _unscaled(checkpoint: Checkpoint, layout: Layout) -> Iterator[str]:
-    if layout.refusals:
+def _unscaled(checkpoint: Checkpoint, layout: Layout, options: Options) -> Iterator[str]:
+    """One sentence for every reason why fp8 tensors have no scale, each naming its tensors."""
+    if options.unscaled == "copy-if-safe":
         return
-    paired = {quantized.weight for quantized in layout.weights}
-    names = [
-        tensor.name for tensor in checkpoint.tensors.values() if tensor.dtype == "F8_E4M3" and tensor.name not in paired
-    ]
-    if not names:
-        return
-    near = _near_misses(checkpoint, names[0])
-    yield (
-        f"{len(names):,} F8_E4M3 tensors have no scale: {_listed(checkpoint, names)}. "
-        "Without its scale a halved weight is half as large. "
-        + (f"Names beside the first that look like a scale: {', '.join(near)}. " if near else "")
-        + "If the scales lie in a file that was not downloaded, fetch it. `inspect --scan` tells whether any code lies "
-        "above 240; where none does, the bytes mean the same on the hardware."
-    )
+    groups: dict[Unpaired, list[str]] = {}
+    for name, reason in layout.unpaired.items():
+        groups.setdefault(reason, []).append(name)
+    for reason, names in groups.items():
+        near = _near_misses(checkpoint, names[0])
+        yield (
+            f"{len(names):,} F8_E4M3 tensors {reason.problem}: {_listed(checkpoint, names)}. "
+            + (f"Names beside the first that look like a scale: {', '.join(near)}. " if near else "")
+            + f"{reason.advice} Where no code lies above 240 the bytes mean the same on the hardware: `inspect --scan` "
+            "tells, and --unscaled copy-if-safe copies such tensors exactly."
+        )
 
 
 def _near_misses(checkpoint: Checkpoint, weight: str) -> list[str]:
@@ -92,7 +94,7 @@ def _shared_scales(checkpoint: Checkpoint, layout: Layout) -> Iterator[str]:
             )
 
 
-def _name_clashes(checkpoint: Checkpoint) -> Iterator[str]:
+def _file_clashes(checkpoint: Checkpoint) -> Iterator[str]:
     names = [shard.name for shard in checkpoint.shards] + [other.name for other in checkpoint.others]
     for name in names:
         if name == SIDECAR_INDEX or (name.startswith(SIDECAR_PREFIX) and name.endswith(".safetensors")):
@@ -100,6 +102,18 @@ def _name_clashes(checkpoint: Checkpoint) -> Iterator[str]:
                 f"{checkpoint.root / name} has a name that the output needs for its own files. "
                 "Rename it, and in the index as well."
             )
+
+
+def _tensor_clashes(checkpoint: Checkpoint, layout: Layout, split: Iterable[str]) -> Iterator[str]:
+    """The sidecar's tensors must not have the name of a tensor of the checkpoint."""
+    halves = (name + suffix for name in split for suffix in (HI_SUFFIX, LO_SUFFIX))
+    scales = (quantized.weight + KERNEL_SCALE_SUFFIX for quantized in layout.weights)
+    taken = [name for name in (*halves, *scales) if name in checkpoint.tensors]
+    if taken:
+        yield (
+            f"{len(taken):,} tensors have names that the sidecar needs for its own: {_listed(checkpoint, taken)}. "
+            "This looks like an output of another conversion; give the original checkpoint."
+        )
 
 
 def _listed(checkpoint: Checkpoint, names: list[str]) -> str:

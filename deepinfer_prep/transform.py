@@ -102,6 +102,9 @@ def _apply(file: OutputFile, run: Run, begin: int, piece: fp8.U8, tally: Tally) 
         _count(file, begin, piece, tally)
         fp8.halve(piece, piece)
         return
+    if run.operation is Operation.COPY_FP8:
+        _check_unscaled(file, begin, piece, tally)
+        return
     try:
         double(run.operation, piece)
     except fp8.NoExactResultError as error:
@@ -110,6 +113,22 @@ def _apply(file: OutputFile, run: Run, begin: int, piece: fp8.U8, tally: Tally) 
             f"{describe_element(file, offset)} {error.problem}: the scale cannot be doubled exactly. "
             "A scale like this is damaged or was never set; fetch the file again or repair the checkpoint."
         ) from None
+
+
+def _check_unscaled(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally) -> None:
+    """Count NaN codes, which mean the same on the hardware, and stop at the first code that does not."""
+    if not fp8.has_high_codes(piece):
+        return
+    misread = np.flatnonzero(np.isin(piece, fp8.MISREAD_CODES))
+    if misread.size:
+        code = int(piece[misread[0]])
+        raise ConversionError(
+            f"{describe_element(file, begin + int(misread[0]))} is the fp8 code 0x{code:02x} "
+            f"({fp8.decode_e4m3fn(code):g}), which the hardware reads as infinity or NaN, and the tensor has no scale "
+            "that could be doubled for it: it cannot be copied as it is. Use a checkpoint that has the scale, or this "
+            "tensor in bf16."
+        )
+    _count_nan(file, begin, piece, tally)
 
 
 def double(operation: Operation, scales: fp8.U8) -> None:
@@ -126,14 +145,19 @@ def double(operation: Operation, scales: fp8.U8) -> None:
 
 def _count(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally) -> None:
     counts = fp8.count_codes(piece)
-    tally.counts += counts
-    if not counts.nan:
-        return
+    tally.counts += fp8.CodeCounts(counts.rounded, 0, counts.misread)
+    if counts.nan:
+        _count_nan(file, begin, piece, tally)
+
+
+def _count_nan(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally) -> None:
+    """Count NaN codes, in all and by tensor."""
     position = begin
     while position < begin + piece.size:
         tensor = tensor_at(file, position)
         upto = min(tensor.end, begin + piece.size)
         nan = fp8.count_codes(piece[position - begin : upto - begin]).nan
+        tally.counts += fp8.CodeCounts(nan=nan)
         if nan:
             tally.nan_codes[tensor.name] = tally.nan_codes.get(tensor.name, 0) + nan
         position = upto

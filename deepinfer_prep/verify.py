@@ -17,9 +17,10 @@ from deepinfer_prep.checkpoint import open_checkpoint
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.findings import Difference, Findings
 from deepinfer_prep.manifest import Manifest, read_manifest
+from deepinfer_prep.options import Options
 from deepinfer_prep.output_check import OpenOutput, check_output
 from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, default_workers, run_parallel, segments
-from deepinfer_prep.plan import Options, OutputFile, Plan, plan_conversion
+from deepinfer_prep.plan import OutputFile, Plan, plan_conversion
 from deepinfer_prep.progress import Meter, ProgressCallback
 from deepinfer_prep.refusals import MANIFEST_NAME
 from deepinfer_prep.segment_check import SegmentCheck, SegmentFindings, check_segment
@@ -103,8 +104,8 @@ def verify_checkpoint(
 def _plan_again(source: Path, manifest: Manifest) -> Plan:
     """The plan of the conversion that the manifest describes."""
     try:
-        options = Options(**manifest.options)
-    except TypeError as error:
+        options = Options.from_json(manifest.options)
+    except (TypeError, ValueError) as error:
         raise PrepError(
             f"the manifest's options are not those of this version ({error}). Verify with the version "
             f"that wrote the output, {manifest.tool_version}."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from deepinfer_prep.checkpoint import Checkpoint
@@ -11,6 +12,7 @@ from deepinfer_prep.container import TensorInfo
 
 Element = Literal["e4m3", "e2m1"]
 
+FP8_DTYPE = "F8_E4M3"
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -32,33 +34,45 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class Unpaired:
+    """Why an F8_E4M3 tensor has no scale to go with: "N F8_E4M3 tensors {problem}: names. {advice}"."""
+
+    problem: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """How a family reads a checkpoint."""
+    """How a family reads a checkpoint, or the part of it that is the family's."""
 
     family: str
-    weights: tuple[QuantizedWeight, ...]
+    weights: tuple[QuantizedWeight, ...] = ()
+    unpaired: Mapping[str, Unpaired] = field(default_factory=dict)
+    """F8_E4M3 tensors that the family knows and has no usable scale for."""
+    markers: tuple[str, ...] = ()
+    """F8_E4M3 tensors that hold no values, only tell a loader something; copied."""
     activation_scales: tuple[str, ...] = ()
-    """Static scales of activations and of the KV cache; never touched by halving."""
+    """Static scales of activations and of the KV cache; halving weights never touches them."""
     refusals: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
 class Family(Protocol):
-    """One checkpoint family; each lives in a file of its own."""
+    """One checkpoint family; each lives in a file of its own, as `FAMILY`."""
 
     name: str
 
-    def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Whether config and headers are those of this family."""
+    def layout(self, checkpoint: Checkpoint) -> Layout | None:
+        """What of a checkpoint is of this family, from headers and config alone; None where nothing is.
 
-    def layout(self, checkpoint: Checkpoint) -> Layout:
-        """Pair every quantized weight with its scale, from headers and config alone."""
+        Several families may read parts of one checkpoint; where two pair a weight with different scales,
+        the weight is refused.
+        """
 
 
-def sibling(weight: str, suffix: str) -> str:
-    """The name beside `x.weight` with another last part: sibling("x.weight", "scale") is "x.scale"."""
-    stem = weight.rpartition(".")[0]
-    return f"{stem}.{suffix}" if stem else suffix
+def fp8_names(checkpoint: Checkpoint) -> list[str]:
+    """The names of all F8_E4M3 tensors, in the checkpoint's order: what every pairing starts from."""
+    return [name for name, tensor in checkpoint.tensors.items() if tensor.dtype == FP8_DTYPE]
 
 
 def matrix_shape(weight: TensorInfo, element: Element) -> tuple[int, int]:
@@ -70,28 +84,3 @@ def matrix_shape(weight: TensorInfo, element: Element) -> tuple[int, int]:
 def grid_shape(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
     """How many scale values a matrix has: one for each block, edge blocks included."""
     return math.ceil(rows / block[0]), math.ceil(columns / block[1])
-
-
-def fits(weight: TensorInfo, scale: TensorInfo, element: Element, block: tuple[int, int]) -> bool:
-    """Whether a scale tensor has exactly the grid that these blocks give, leading axes included."""
-    if len(weight.shape) < 2 or len(scale.shape) != len(weight.shape):
-        return False
-    expected = (*weight.shape[:-2], *grid_shape(*matrix_shape(weight, element), block))
-    return scale.shape == expected
-
-
-def grid_problem(weight: TensorInfo, scale: TensorInfo, element: Element, block: tuple[int, int]) -> str:
-    """The sentence for a grid that is not what the stated blocks give."""
-    expected = grid_shape(*matrix_shape(weight, element), block)
-    return (
-        f"blocks of {block[0]}x{block[1]} are stated and give a grid of {list(expected)}, "
-        f"but the scale has {list(scale.shape)}"
-    )
-
-
-def config_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
-    """`weight_block_size` of the config as rows and columns; None where it is absent or no pair of numbers."""
-    size = checkpoint.quantization.get("weight_block_size")
-    if isinstance(size, list) and len(size) == 2 and all(type(number) is int and number > 0 for number in size):
-        return size[0], size[1]
-    return None

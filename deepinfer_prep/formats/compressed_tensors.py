@@ -2,7 +2,8 @@
 
 `quantization_config.config_groups` holds one scheme or several; each has `targets` (module names, `re:`
 patterns or module classes) and `weights` with `strategy`: tensor, channel, block (`block_structure`) or
-group (`group_size`; with `scale_dtype` torch.uint8 the bytes are e8m0 exponents).
+group (`group_size`; with `scale_dtype` torch.uint8 the bytes are e8m0 exponents). Packed integers and fp4
+(`weight_packed`) hold no fp8 weight.
 """
 
 from __future__ import annotations
@@ -13,16 +14,14 @@ from typing import Any
 
 from deepinfer_prep.checkpoint import Checkpoint
 from deepinfer_prep.container import TensorInfo
-from deepinfer_prep.formats.base import (
-    FLOAT_DTYPES,
-    Layout,
-    QuantizedWeight,
-    fits,
-    grid_problem,
-    sibling,
-)
+from deepinfer_prep.formats.base import Family, Layout
+from deepinfer_prep.formats.blocks import Blocks, fits, grid_problem, not_a_matrix
+from deepinfer_prep.formats.config import as_block
+from deepinfer_prep.formats.names import appended
+from deepinfer_prep.formats.pairing import pair_weights
 
-_ACTIVATION_SUFFIXES = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+Scheme = Mapping[str, Any]
+"""The `weights` arguments of one group of the config."""
 
 
 class CompressedTensors:
@@ -30,117 +29,103 @@ class CompressedTensors:
 
     name = "compressed-tensors"
 
-    def recognises(self, checkpoint: Checkpoint) -> bool:
+    def layout(self, checkpoint: Checkpoint) -> Layout | None:
         """The config alone decides: the tensor names occur in other families as well."""
-        return checkpoint.quantization.get("quant_method") == self.name
-
-    def layout(self, checkpoint: Checkpoint) -> Layout:
-        """Pair each fp8 weight with its `weight_scale`; fp8 tensors that are scales themselves are refused."""
-        schemes = _fp8_schemes(checkpoint)
-        weights, refusals = [], []
-        for name, tensor in checkpoint.tensors.items():
-            if tensor.dtype != "F8_E4M3":
-                continue
-            scale = checkpoint.tensors.get(sibling(name, "weight_scale"))
-            if name.rpartition(".")[2] == "weight_scale":
-                refusals.append(name)
-            elif scale is not None and (scale.dtype in FLOAT_DTYPES or _is_e8m0(scale, _scheme_of(name, schemes))):
-                weights.append(_quantized_weight(tensor, scale, _scheme_of(name, schemes)))
-        return Layout(
-            self.name,
-            tuple(weights),
-            tuple(name for name in checkpoint.tensors if name.rpartition(".")[2] in _ACTIVATION_SUFFIXES),
-            refusals=_refuse_fp8_scales(checkpoint, refusals),
+        if checkpoint.quantization.get("quant_method") != self.name:
+            return None
+        groups = _fp8_groups(checkpoint.quantization)
+        is_mx = str(checkpoint.quantization.get("format", "")).startswith("mxfp8")
+        pairs = pair_weights(
+            checkpoint,
+            lambda name: appended(name, "_scale"),
+            lambda weight, scale: _blocks(weight, scale, _scheme_of(weight.name, groups)),
+            has_exponents=lambda name: is_mx or _stores_exponents(_scheme_of(name, groups)),
         )
+        return Layout(self.name, pairs.weights, pairs.unpaired, warnings=_packed_warning(checkpoint))
 
 
-def _fp8_schemes(checkpoint: Checkpoint) -> list[Mapping[str, Any]]:
-    groups = checkpoint.quantization.get("config_groups")
-    schemes = list(groups.values()) if isinstance(groups, dict) else []
-    return [scheme for scheme in schemes if isinstance(scheme, dict) and _is_fp8(scheme.get("weights"))]
+def _fp8_groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = quantization.get("config_groups")
+    values = list(groups.values()) if isinstance(groups, dict) else []
+    return [group for group in values if isinstance(group, dict) and _is_fp8(group.get("weights"))]
 
 
 def _is_fp8(weights: Any) -> bool:
     return isinstance(weights, dict) and weights.get("type") == "float" and weights.get("num_bits") == 8
 
 
-def _scheme_of(weight: str, schemes: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The `weights` arguments of the scheme that covers a weight; None where names cannot decide.
+def _scheme_of(weight: str, groups: list[Mapping[str, Any]]) -> Scheme | None:
+    """The `weights` arguments of the group that covers a weight; None where names cannot decide.
 
     A target that is a module class cannot be matched from names, so class targets decide only where
-    all schemes left agree.
+    all groups left agree.
     """
     module = weight.rpartition(".")[0]
-    named = [scheme for scheme in schemes if any(_matches(target, module) for target in scheme.get("targets") or ())]
-    arguments = [scheme["weights"] for scheme in named or schemes]
-    if not arguments or any(_geometry(other) != _geometry(arguments[0]) for other in arguments):
+    named = [group for group in groups if any(_matches(target, module) for target in group.get("targets") or ())]
+    schemes: list[Scheme] = [group["weights"] for group in named or groups]
+    if not schemes or any(_geometry(other) != _geometry(schemes[0]) for other in schemes):
         return None
-    first: Mapping[str, Any] = arguments[0]
-    return first
+    return schemes[0]
 
 
 def _matches(target: Any, module: str) -> bool:
     if not isinstance(target, str):
         return False
     if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
+        try:
+            return re.match(target[3:], module) is not None
+        except re.error:
+            return False
     return target == module
 
 
-def _geometry(weights: Mapping[str, Any]) -> tuple[Any, ...]:
+def _geometry(scheme: Scheme) -> tuple[Any, ...]:
     keys = ("strategy", "block_structure", "group_size", "scale_dtype")
-    return tuple(repr(weights.get(key)) for key in keys)
+    return tuple(repr(scheme.get(key)) for key in keys)
 
 
-def _is_e8m0(scale: TensorInfo, scheme: Mapping[str, Any] | None) -> bool:
-    if scale.dtype == "F8_E8M0":
-        return True
-    return scale.dtype == "U8" and scheme is not None and scheme.get("scale_dtype") in ("torch.uint8", "uint8")
+def _stores_exponents(scheme: Scheme | None) -> bool:
+    return scheme is not None and scheme.get("scale_dtype") in ("torch.uint8", "uint8")
 
 
-def _quantized_weight(weight: TensorInfo, scale: TensorInfo, scheme: Mapping[str, Any] | None) -> QuantizedWeight:
-    block, problem = _block(weight, scale, scheme)
-    return QuantizedWeight(weight.name, scale.name, "e4m3", block, block_problem=problem)
-
-
-def _block(
-    weight: TensorInfo, scale: TensorInfo, scheme: Mapping[str, Any] | None
-) -> tuple[tuple[int, int] | None, str]:
+def _blocks(weight: TensorInfo, scale: TensorInfo, scheme: Scheme | None) -> Blocks:
     if scheme is None:
-        return None, "the config does not say which of its schemes covers this weight"
+        return Blocks(None, "the config does not say which of its schemes covers this weight")
     if len(weight.shape) < 2:
-        return None, f"the weight has the shape {list(weight.shape)}, which is not a matrix"
+        return not_a_matrix(weight)
     rows, columns = weight.shape[-2:]
+    block = as_block(scheme.get("block_structure"))
     match scheme.get("strategy"):
         case "tensor":
-            return ((rows, columns), "") if scale.elements == 1 else (None, _unlike("one value", scale))
+            whole = Blocks((max(1, rows), max(1, columns)))
+            return whole if scale.elements == 1 else Blocks(None, _unlike("one value", scale))
         case "channel":
-            fitting = scale.shape in ((rows,), (*weight.shape[:-1], 1))
-            return ((1, columns), "") if fitting else (None, _unlike("one value a row", scale))
-        case "block" if _is_pair(scheme.get("block_structure")):
-            block = (scheme["block_structure"][0], scheme["block_structure"][1])
-        case "group" if isinstance(scheme.get("group_size"), int) and scheme["group_size"] > 0:
+            is_fitting = scale.shape in (weight.shape[:-1], (*weight.shape[:-1], 1))
+            return Blocks((1, max(1, columns))) if is_fitting else Blocks(None, _unlike("one value a row", scale))
+        case "block" if block is not None:
+            pass
+        case "group" if type(scheme.get("group_size")) is int and scheme["group_size"] > 0:
             block = (1, scheme["group_size"])
         case other:
-            return None, f"the config's strategy {other!r} is not one of tensor, channel, block and group"
+            return Blocks(None, f"the config's strategy {other!r} is not one of tensor, channel, block and group")
     if fits(weight, scale, "e4m3", block):
-        return block, ""
-    return None, grid_problem(weight, scale, "e4m3", block)
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(number) is int and number > 0 for number in value)
+        return Blocks(block)
+    return Blocks(None, grid_problem(weight, scale, "e4m3", block))
 
 
 def _unlike(expected: str, scale: TensorInfo) -> str:
     return f"the config says {expected}, but the scale has the shape {list(scale.shape)}"
 
 
-def _refuse_fp8_scales(checkpoint: Checkpoint, names: list[str]) -> tuple[str, ...]:
+def _packed_warning(checkpoint: Checkpoint) -> tuple[str, ...]:
+    names = [name for name in checkpoint.tensors if name.endswith(".weight_packed")]
     if not names:
         return ()
+    kind = checkpoint.quantization.get("format", "packed")
     return (
-        f"{checkpoint.where(names[0])} is one of {len(names):,} F8_E4M3 tensors that are block scales of packed "
-        "4-bit weights (NVFP4), not weights. Halving them would be wrong, and Trainium2 has no kernel for this format. "
-        "Use an fp8 or bf16 checkpoint of the model instead.",
+        f"{len(names):,} weights are stored in fewer than eight bits ({kind}), {names[0]} among them. Nothing in them "
+        "is e4m3: they and their scales are copied as they are.",
     )
+
+
+FAMILY: Family = CompressedTensors()

@@ -6,16 +6,14 @@ Two block sizes occur in this format: 128x128 in V4 and 32x32 in V4.1, both stat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from deepinfer_prep.checkpoint import Checkpoint
-from deepinfer_prep.formats.base import (
-    Element,
-    Layout,
-    QuantizedWeight,
-    config_block,
-    fits,
-    grid_problem,
-    sibling,
-)
+from deepinfer_prep.container import TensorInfo
+from deepinfer_prep.formats.base import Element, Family, Layout, QuantizedWeight
+from deepinfer_prep.formats.blocks import fits, grid_problem, not_a_matrix
+from deepinfer_prep.formats.config import Block, stated_block
+from deepinfer_prep.formats.names import beside
 
 _ELEMENTS: dict[str, Element] = {"F8_E4M3": "e4m3", "I8": "e2m1"}
 _FORMAT_BLOCKS = ((32, 32), (128, 128))
@@ -27,46 +25,36 @@ class DeepSeekV4:
 
     name = "deepseek-v4"
 
-    def recognises(self, checkpoint: Checkpoint) -> bool:
+    def layout(self, checkpoint: Checkpoint) -> Layout | None:
         """An e8m0 `.scale` beside an fp8 or fp4 `.weight` is enough: no other family has it."""
-        return any(_scale_of(checkpoint, name) is not None for name in checkpoint.tensors)
-
-    def layout(self, checkpoint: Checkpoint) -> Layout:
-        """Pair by name and header dtype; the config is asked for block sizes only."""
-        stated = config_block(checkpoint)
-        weights = []
-        for name in checkpoint.tensors:
-            scale = _scale_of(checkpoint, name)
-            if scale is not None:
-                weights.append(_quantized_weight(checkpoint, name, scale, stated))
-        return Layout(self.name, tuple(weights))
+        stated = stated_block(checkpoint.quantization)
+        weights = tuple(_weight(weight, scale, stated) for weight, scale in _pairs(checkpoint))
+        return Layout(self.name, weights) if weights else None
 
 
-def _scale_of(checkpoint: Checkpoint, name: str) -> str | None:
-    tensor = checkpoint.tensors[name]
-    if tensor.dtype not in _ELEMENTS or name.rpartition(".")[2] != "weight" or len(tensor.shape) < 2:
-        return None
-    scale = checkpoint.tensors.get(sibling(name, "scale"))
-    return scale.name if scale is not None and scale.dtype == "F8_E8M0" else None
+def _pairs(checkpoint: Checkpoint) -> Iterator[tuple[TensorInfo, TensorInfo]]:
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.dtype in _ELEMENTS and name.rpartition(".")[2] == "weight":
+            scale = checkpoint.tensors.get(beside(name, "scale"))
+            if scale is not None and scale.dtype == "F8_E8M0":
+                yield tensor, scale
 
 
-def _quantized_weight(
-    checkpoint: Checkpoint, name: str, scale_name: str, stated: tuple[int, int] | None
-) -> QuantizedWeight:
-    weight, scale = checkpoint.tensors[name], checkpoint.tensors[scale_name]
+def _weight(weight: TensorInfo, scale: TensorInfo, stated: Block | None) -> QuantizedWeight:
     element = _ELEMENTS[weight.dtype]
     if element == "e2m1" or fits(weight, scale, element, _ROW_BLOCK):
-        candidates: tuple[tuple[int, int], ...] = (_ROW_BLOCK,)
+        candidates: tuple[Block, ...] = (_ROW_BLOCK,)
     else:
         candidates = (stated,) if stated is not None else _FORMAT_BLOCKS
     block = next((block for block in candidates if fits(weight, scale, element, block)), None)
-    return QuantizedWeight(
-        name,
-        scale_name,
-        element,
-        block,
-        block_problem="" if block else grid_problem(weight, scale, element, candidates[0]),
-        no_kernel_scale="it is a look-up table, not the operand of a GEMM"
-        if name.endswith("engram.embed.weight")
-        else "",
-    )
+    problem = "" if block else _problem(weight, scale, element, candidates[0])
+    is_table = weight.name.endswith("engram.embed.weight")
+    reason = "it is a look-up table, not the operand of a GEMM" if is_table else ""
+    return QuantizedWeight(weight.name, scale.name, element, block, problem, reason)
+
+
+def _problem(weight: TensorInfo, scale: TensorInfo, element: Element, block: Block) -> str:
+    return not_a_matrix(weight).problem if len(weight.shape) < 2 else grid_problem(weight, scale, element, block)
+
+
+FAMILY: Family = DeepSeekV4()

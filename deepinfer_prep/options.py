@@ -1,0 +1,55 @@
+"""The choices that change an output, or whether there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from deepinfer_prep.formats.mapping import parse_map
+
+UnscaledRule = Literal["refuse", "copy-if-safe"]
+ActivationScaleRule = Literal["keep", "double"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Choices of one conversion; a journal is trusted only for the same ones, and the manifest records them.
+
+    Raises:
+        ValueError: a value is none of those allowed, or a map is not of the form WEIGHT=SCALE.
+    """
+
+    strict: bool = False
+    """Refuse NaN codes in fp8 weights instead of keeping and counting them."""
+    maps: tuple[str, ...] = ()
+    """WEIGHT=SCALE patterns for weights whose scale no family finds (see `formats.mapping`)."""
+    unscaled: UnscaledRule = "refuse"
+    """What happens to fp8 tensors without a scale: copied only where the hardware reads every code alike."""
+    split: tuple[str, ...] = ()
+    """Patterns of more F32 matrices to split into bf16 halves."""
+    activation_scales: ActivationScaleRule = "keep"
+    """What happens to static scales of activations and of the KV cache."""
+
+    def __post_init__(self) -> None:
+        for name, rule in (("unscaled", UnscaledRule), ("activation_scales", ActivationScaleRule)):
+            if getattr(self, name) not in get_args(rule):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(get_args(rule))}")
+        for text in self.maps:
+            parse_map(text)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON gives it back: with lists for tuples."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Options:
+        """The options that `to_json` wrote.
+
+        Raises:
+            TypeError, ValueError: they are not options of this version.
+        """
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+        }
+        return cls(**values)
