@@ -11,6 +11,7 @@ from torch import nn
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import RefusedError
 from deepinfer_prep.runtime import memory, neuron, scales, settings
+from deepinfer_prep.runtime.mappings import mappings
 from deepinfer_prep.runtime.spans import Spans, union
 from deepinfer_prep.runtime.survey import Family, Region, Survey, clashes, families, survey
 
@@ -40,14 +41,20 @@ def rescale_fp8_weights(model: nn.Module) -> int:
 
     Raises:
         RefusedError: a weight has no scale, or a scale cannot be doubled or must not be (e8m0 254 or 255, a
-            float whose double is infinite, NaN, only zeros, a scale that another weight needs unchanged).
-            Everything wrong is named at once, and nothing was changed.
+            float whose double is infinite, NaN, only zeros, a scale that another weight needs unchanged), or
+            memory is mapped read-only or shares a file with others. Everything wrong is named at once, and
+            nothing was changed.
     """
     if settings.leaves_e4m3fn() or not neuron.computes_in_e4m3():
         return 0
     found = survey(model)
     changing = [family for family in families(found) if _is_misread(family)]
-    reasons = (*found.refusals, *_scale_refusals(found, changing), *clashes(found, changing))
+    reasons = (
+        *found.refusals,
+        *_scale_refusals(found, changing),
+        *clashes(found, changing),
+        *_memory_refusals(changing),
+    )
     if reasons:
         raise RefusedError((*reasons, "Nothing was changed."))
     for spans in union(weight.spans for family in changing for weight in family.weights):
@@ -93,6 +100,14 @@ def _scale_refusals(found: Survey, changing: list[Family]) -> Iterator[str]:
     for weight, scale in ((found.weights[first], found.scales[second]) for first, second in sorted(found.pairs)):
         if scale.kind != "E8M0" and not _has_nonzero(scale, b"\x00") and _has_nonzero(weight, _ZEROS):
             yield f"{scale.name}: holds only zeros, but {weight.name} does not: the scale was never loaded. Load it."
+
+
+def _memory_refusals(changing: list[Family]) -> Iterator[str]:
+    address_space = mappings()
+    for family in changing:
+        for region in (*family.weights, *family.scales):
+            if problem := address_space.problem(region.spans):
+                yield f"{region.name}: {problem}"
 
 
 def _has_nonzero(region: Region, zeros: bytes) -> bool:

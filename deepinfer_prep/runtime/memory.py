@@ -35,6 +35,8 @@ def pieces(spans: Spans) -> Iterator[Piece]:
 
     Long runs come one by one, short ones (narrow rows, strided elements) gathered together.
     """
+    if len(spans.starts) == 0:
+        return
     memory: _Memory = _HostMemory(spans) if spans.anchor.device.type == "cpu" else StagedMemory(spans.anchor)
     lengths = spans.stops - spans.starts
     for run in np.flatnonzero(lengths >= _SHORT_RUN_BYTES):
@@ -61,17 +63,15 @@ class _Memory(Protocol):
 
 class _HostMemory:
     def __init__(self, spans: Spans) -> None:
-        self._base = int(spans.starts[0]) if len(spans.starts) else 0
-        size = int(spans.stops[-1]) - self._base if len(spans.stops) else 0
+        self._base = int(spans.starts[0])
+        size = int(spans.stops[-1]) - self._base
         # Holes between the runs are part of this array and are never touched.
-        self._bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._base)) if size else None
+        self._bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._base))
 
     def piece(self, start: int, stop: int) -> Piece:
-        assert self._bytes is not None
         return Piece(self._bytes[start - self._base : stop - self._base], _nothing)
 
     def gathered(self, positions: I64) -> Piece:
-        assert self._bytes is not None
         memory, places = self._bytes, positions - self._base
         codes = memory[places]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import tracemalloc
+import warnings
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deepinfer_prep.errors import RefusedError
-from deepinfer_prep.runtime import gemm, memory, spans
+from deepinfer_prep.runtime import gemm, mappings, memory, spans
 from deepinfer_prep.runtime.fp8 import halve_e4m3fn_bytes, rescale_fp8_weights
 
 from .models import (
@@ -546,6 +547,38 @@ def test_weights_on_meta_are_named():
     model.weight.sf = e8m0(2, 2)
     with pytest.raises(RefusedError, match=r"weight: is on the meta device\. Load the weights"):
         rescale_fp8_weights(model)
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [("r", "lies in memory that is mapped read-only"), ("r+", "changing it would change that file")],
+)
+def test_mapped_files_are_not_written_to(tmp_path, mode, reason):
+    path = tmp_path / "shard"
+    path.write_bytes(bytes([0x7E]) * 8192)
+    mapped = np.memmap(path, dtype=np.uint8, mode=mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weight = fp8(torch.from_numpy(mapped[4096:])).view(64, 64)
+    model = nn.ModuleDict({"copied": layer(), "mapped": layer(weight)})
+    message = refusal(model)
+    assert f"mapped.weight: {'is a shared mapping of' if mode == 'r+' else reason}" in message
+    assert reason in message
+    assert str(path) in message
+    assert path.read_bytes() == bytes([0x7E]) * 8192
+
+
+def test_memory_shared_between_processes_is_fine():
+    model = layer()
+    model.weight.data.share_memory_()
+    before = codes_of(model.weight)
+    assert rescale_fp8_weights(model) == 1
+    assert_halved_once(before, model.weight)
+
+
+def test_system_without_a_list_of_mappings(monkeypatch, tmp_path):
+    monkeypatch.setattr(mappings, "_MAPS", tmp_path / "absent")
+    assert rescale_fp8_weights(layer()) == 1
 
 
 # Any layout
