@@ -86,16 +86,19 @@ def torchao(b: Builder) -> Package:
     for name, rows, columns in PROJECTIONS[:2]:
         b.fp8("model.layers.0." + name, rows, columns, style=style)
         names.append(f"model.layers.0.{name}.weight")
-        parts = {
-            "_type": "Float8Tensor",
-            "_data": {"block_size": [1, columns]},
-            "_tensor_data_names": ["qdata", "scale"],
+        data = {
+            "block_size": [1, columns],
+            "mm_config": None,
+            "act_quant_kwargs": None,
+            "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
+            "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
         }
+        parts = {"_type": "Float8Tensor", "_data": data, "_tensor_data_names": ["qdata", "scale"]}
         metadata[names[-1]] = json.dumps(parts)
     names.append(b.plain("BF16", "model.layers.0.input_layernorm.weight", HIDDEN))
     metadata[names[-1]] = json.dumps({"_type": "Tensor"})
     metadata["tensor_names"] = json.dumps(names)
-    kind = {"default": {"_type": "Float8DynamicActivationFloat8WeightConfig", "_version": 2, "_data": {}}}
+    kind = {"default": {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": {}}}
     config = {"model_type": "llama", "quantization_config": {"quant_method": "torchao", "quant_type": kind}}
     return Package(config, metadata=metadata)
 
