@@ -20,7 +20,7 @@ from deepinfer_prep.output_folder import Workspace
 from deepinfer_prep.parallel import run_parallel, segments
 from deepinfer_prep.plan import OutputFile
 from deepinfer_prep.progress import Meter
-from deepinfer_prep.storage import RangeReader, RangeWriter
+from deepinfer_prep.storage import DirectWriter, RangeReader
 from deepinfer_prep.transform import Tally, output_chunks
 
 COMMIT_BYTES = 512 * 1024 * 1024
@@ -55,15 +55,15 @@ class _Writers:
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
-        self._open: dict[str, RangeWriter] = {}
+        self._open: dict[str, DirectWriter] = {}
         self._lock = threading.Lock()
 
-    def get(self, file: OutputFile) -> RangeWriter:
+    def get(self, file: OutputFile) -> DirectWriter:
         """The writer of a file, opened and given its final size at first use."""
         with self._lock:
             writer = self._open.get(file.name)
             if writer is None:
-                writer = RangeWriter(self._workspace.path(file.name))
+                writer = DirectWriter(self._workspace.path(file.name))
                 try:
                     writer.allocate(file.size)
                 except BaseException:

@@ -13,8 +13,7 @@ from deepinfer_prep.options import Options
 from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, default_workers
 from deepinfer_prep.plan import Plan, plan_conversion
 from deepinfer_prep.progress import ProgressCallback
-from deepinfer_prep.scan import scan_codes
-from deepinfer_prep.transform import SLACK_BYTES
+from deepinfer_prep.scan import find_problems, find_unsafe, scan_codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +32,17 @@ class KindRow:
 
 @dataclass(frozen=True, slots=True)
 class ScanResult:
-    """What reading the fp8 weights found."""
+    """What reading the fp8 tensors found; all but the last two fields are of the fp8 weights."""
 
     codes: int
     rounded: int
     nan: int
     misread: int
     nan_tensors: Mapping[str, int]
+    unscaled_bytes: int
+    """Bytes of the fp8 tensors without a scale."""
+    unsafe: Mapping[str, str]
+    """Those of them that cannot be copied as they are: name -> the first code that forbids it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Inspection:
     """Quantized weights by where their kernel scale is or may come from, or the reason why there is none."""
     split: tuple[str, ...]
     activation_scales: tuple[str, ...]
+    unscaled: tuple[str, ...]
+    """F8_E4M3 tensors without a scale."""
     scan: ScanResult | None
     warnings: tuple[str, ...]
     refusals: tuple[str, ...]
@@ -75,7 +80,7 @@ def inspect_checkpoint(
     chunk_size: int = DEFAULT_CHUNK_BYTES,
     progress: ProgressCallback | None = None,
 ) -> Inspection:
-    """Inspect a checkpoint (a folder, or one .safetensors file); with `scan`, read its fp8 weights as well.
+    """Inspect a checkpoint (a folder, or one .safetensors file); with `scan`, read its fp8 tensors and scales as well.
 
     What would make `convert_checkpoint` refuse is listed in `refusals`.
 
@@ -85,12 +90,17 @@ def inspect_checkpoint(
     """
     workers = workers or default_workers()
     plan = plan_conversion(open_checkpoint(source), options or Options())
-    scanned = _scan(plan, workers, chunk_size, progress) if scan else None
-    return summarise(plan, workers, chunk_size, scanned)
+    if not scan:
+        return summarise(plan, workers, chunk_size)
+    scanned = _scan(plan, workers, chunk_size, progress)
+    problems = find_problems(plan, workers, chunk_size, progress)
+    return summarise(plan, workers, chunk_size, scanned, problems)
 
 
-def summarise(plan: Plan, workers: int, chunk_size: int, scanned: ScanResult | None = None) -> Inspection:
-    """Put a plan into figures."""
+def summarise(
+    plan: Plan, workers: int, chunk_size: int, scanned: ScanResult | None = None, problems: tuple[str, ...] = ()
+) -> Inspection:
+    """Put a plan into figures, with what a scan found and the values that stand in the way."""
     return Inspection(
         root=plan.checkpoint.root,
         family=plan.family,
@@ -100,13 +110,14 @@ def summarise(plan: Plan, workers: int, chunk_size: int, scanned: ScanResult | N
         kinds=tuple(_kinds(plan)),
         output_bytes=plan.output_bytes,
         sidecar_bytes=plan.sidecar_bytes,
-        buffer_bytes=workers * (chunk_size + SLACK_BYTES),
+        buffer_bytes=workers * chunk_size,
         kernel_scales=Counter(_kernel_scale(weight) for weight in plan.weights),
         split=plan.split,
         activation_scales=plan.activation_scales,
+        unscaled=plan.unscaled,
         scan=scanned,
         warnings=plan.warnings,
-        refusals=plan.refusals,
+        refusals=plan.refusals + problems,
     )
 
 
@@ -115,7 +126,15 @@ def _scan(plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback 
     weights = (weight.quantized for weight in plan.weights)
     codes = sum(plan.checkpoint.tensors[weight.weight].elements for weight in weights if weight.element == "e4m3")
     counts = tally.counts
-    return ScanResult(codes, counts.rounded, counts.nan, counts.misread, dict(sorted(tally.nan_codes.items())))
+    return ScanResult(
+        codes=codes,
+        rounded=counts.rounded,
+        nan=counts.nan,
+        misread=counts.misread,
+        nan_tensors=dict(sorted(tally.nan_codes.items())),
+        unscaled_bytes=sum(plan.checkpoint.tensors[name].nbytes for name in plan.unscaled),
+        unsafe=find_unsafe(plan, workers, chunk_size, progress),
+    )
 
 
 def _kernel_scale(weight: PlannedWeight) -> str:
@@ -169,5 +188,8 @@ def _named_block(plan: Plan, weight: PlannedWeight) -> str:
 
 def _named_kinds(plan: Plan) -> dict[str, tuple[str, str, str]]:
     kinds = dict.fromkeys(plan.split, ("mixing matrix", "", "copied; bf16 hi + lo in the sidecar"))
-    kinds |= dict.fromkeys(plan.activation_scales, ("activation scale", "", "kept"))
+    activation = "doubled" if plan.options.activation_scales == "double" else "kept"
+    kinds |= dict.fromkeys(plan.activation_scales, ("activation scale", "", activation))
+    unscaled = "copied if no code lies above 240" if plan.options.unscaled == "copy-if-safe" else "refused"
+    kinds |= dict.fromkeys(plan.unscaled, ("fp8 without scale", "", unscaled))
     return kinds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,10 +15,9 @@ from deepinfer_prep.checkpoint import Shard
 from deepinfer_prep.container import DTYPE_BITS, TensorInfo
 from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.findings import Difference
-from deepinfer_prep.manifest import WeightRecord
 from deepinfer_prep.plan import OutputFile
 from deepinfer_prep.storage import RangeReader
-from deepinfer_prep.transform import SLACK_BYTES, Tally, output_chunks
+from deepinfer_prep.transform import output_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,8 @@ class SegmentCheck:
     end: int
     digest: str
     shard: Shard | None
-    weights: Mapping[str, WeightRecord]
+    fp8: frozenset[str]
+    """The tensors whose codes have to mean the same on the hardware."""
     expected: OutputFile | None
 
     @property
@@ -78,14 +78,13 @@ def _pairs(
     if check.expected is not None:
         try:
             with RangeReader(check.expected.source) as source:
-                for offset, expected in output_chunks(check.expected, source, check.start, check.end, scratch, Tally()):
+                for offset, expected in output_chunks(check.expected, source, check.start, check.end, scratch, None):
                     yield offset, _read(output, offset, actual[: expected.size]), expected
                     position = offset + expected.size
         except ConversionError as error:
             findings.differences.append((Difference(check.name, f"the source gives no value here: {error}"), 1))
-    step = half - SLACK_BYTES
-    for offset in range(position, check.end, step):
-        yield offset, _read(output, offset, actual[: min(step, check.end - offset)]), None
+    for offset in range(position, check.end, half):
+        yield offset, _read(output, offset, actual[: min(half, check.end - offset)]), None
 
 
 def _read(file: RangeReader, offset: int, buffer: fp8.U8) -> fp8.U8:
@@ -119,7 +118,7 @@ def _tensor_position(shard: Shard, offset: int) -> int:
 def _check_codes(check: SegmentCheck, offset: int, found: fp8.U8, findings: SegmentFindings) -> None:
     if check.shard is None:
         return
-    for tensor, codes, first in _weight_parts(check.shard, check.weights, offset, found):
+    for tensor, codes, first in _fp8_parts(check.shard, check.fp8, offset, found):
         if not fp8.has_high_codes(codes):
             continue
         counts = fp8.count_codes(codes)
@@ -131,10 +130,10 @@ def _check_codes(check: SegmentCheck, offset: int, found: fp8.U8, findings: Segm
             findings.differences.append((Difference(check.name, problem, tensor.name, first + index), counts.misread))
 
 
-def _weight_parts(
-    shard: Shard, weights: Mapping[str, WeightRecord], offset: int, found: fp8.U8
+def _fp8_parts(
+    shard: Shard, names: frozenset[str], offset: int, found: fp8.U8
 ) -> Iterator[tuple[TensorInfo, fp8.U8, int]]:
-    """The e4m3 weights in a chunk: tensor, codes, index of the first code in its tensor."""
+    """The e4m3 tensors in a chunk: tensor, codes, index of the first code in its tensor."""
     low = offset - shard.header.data_start
     high = low + found.size
     for position in range(max(0, _tensor_position(shard, max(low, 0))), len(shard.header.tensors)):
@@ -142,6 +141,5 @@ def _weight_parts(
         if tensor.start >= high:
             return
         begin, end = max(tensor.start, low), min(tensor.end, high)
-        record = weights.get(tensor.name)
-        if begin < end and record is not None and record.element == "e4m3":
+        if begin < end and tensor.name in names:
             yield tensor, found[begin - low : end - low], begin - tensor.start

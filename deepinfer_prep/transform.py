@@ -15,10 +15,10 @@ from deepinfer_prep import fp8
 from deepinfer_prep.container import DTYPE_BITS, TensorInfo
 from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.plan import Operation, OutputFile, Run
-from deepinfer_prep.storage import RangeReader
+from deepinfer_prep.storage import DIRECT_BYTES, RangeReader
 
-SLACK_BYTES = 16
-"""Room that a buffer needs beyond its chunk: a range is widened to whole elements of at most 8 bytes."""
+SLACK_BYTES = 8
+"""A range is widened to whole elements, which are at most 8 bytes long."""
 
 
 @dataclass(slots=True)
@@ -36,31 +36,33 @@ class Tally:
 
 
 def new_buffer(chunk_size: int) -> fp8.U8:
-    """A buffer for chunks of at most `chunk_size` bytes."""
-    return np.empty(chunk_size + SLACK_BYTES, dtype=np.uint8)
+    """A buffer for chunks of at most `chunk_size` bytes.
+
+    Chunks start at its byte `DIRECT_BYTES`, which is aligned in memory as direct writes demand; what lies
+    around a chunk is room for widening.
+    """
+    size = DIRECT_BYTES + max(chunk_size, 8) + SLACK_BYTES
+    memory = np.empty(size + DIRECT_BYTES, dtype=np.uint8)
+    aligned = -memory.ctypes.data % DIRECT_BYTES
+    return memory[aligned : aligned + size]
 
 
 def output_chunks(
-    file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally
+    file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally | None
 ) -> Iterator[tuple[int, fp8.U8]]:
-    """Yield (offset, bytes) pieces that tile start..end of the output file.
+    """Yield (offset, bytes) pieces that tile start..end of the output file; count into `tally` if there is one.
 
-    Each piece is valid until the next one is asked for. Pieces of a data section are multiples of 8 bytes long,
-    the last one excepted.
+    Each piece is valid until the next one is asked for. All but the last are multiples of `DIRECT_BYTES` long,
+    or of 8 bytes in a buffer smaller than that.
 
     Raises:
         ConversionError: a scale has no finite double.
         PrepError, OSError: the source cannot be read.
     """
-    header_size = len(file.header)
-    if start < header_size:
-        yield start, np.frombuffer(file.header, dtype=np.uint8)[start : min(end, header_size)]
-    position, stop = max(start, header_size) - header_size, end - header_size
-    step = max(8, (buffer.size - SLACK_BYTES) // 8 * 8)
-    while position < stop:
-        upto = min(position + step, stop)
-        yield position + header_size, _transform(file, source, position, upto, buffer, tally)
-        position = upto
+    room = buffer.size - DIRECT_BYTES - SLACK_BYTES
+    step = room // DIRECT_BYTES * DIRECT_BYTES or room // 8 * 8
+    for position in range(start, end, step):
+        yield position, _fill(file, source, position, min(position + step, end), buffer, tally)
 
 
 def tensor_at(file: OutputFile, offset: int) -> TensorInfo:
@@ -75,11 +77,24 @@ def describe_element(file: OutputFile, offset: int) -> str:
     return f"{file.source}: tensor {tensor.name!r}: element {element:,}"
 
 
-def _transform(file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally) -> fp8.U8:
+def _fill(file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally | None) -> fp8.U8:
+    """Bytes start..end of the output file, put together at byte `DIRECT_BYTES` of the buffer."""
+    header = np.frombuffer(file.header, dtype=np.uint8)[start:end]
+    buffer[DIRECT_BYTES : DIRECT_BYTES + header.size] = header
+    data_start, data_end = start + header.size - len(file.header), end - len(file.header)
+    if data_start < data_end:
+        _transform(file, source, data_start, data_end, buffer[DIRECT_BYTES - SLACK_BYTES + header.size :], tally)
+    return buffer[DIRECT_BYTES : DIRECT_BYTES + end - start]
+
+
+def _transform(
+    file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally | None
+) -> None:
+    """Compute bytes start..end of the data section at byte `SLACK_BYTES` of the buffer."""
     first = bisect_right(file.runs, start, key=lambda run: run.start) - 1
     low = start - (start - file.runs[first].start) % file.runs[first].operation.element_bytes
     high = _widen_end(file, end)
-    chunk = buffer[: high - low]
+    chunk = buffer[SLACK_BYTES - (start - low) :][: high - low]
     source.read_into(chunk.data, file.source_start + low)
     for position in range(first, len(file.runs)):
         run = file.runs[position]
@@ -87,7 +102,6 @@ def _transform(file: OutputFile, source: RangeReader, start: int, end: int, buff
             break
         begin = max(run.start, low)
         _apply(file, run, begin, chunk[begin - low : min(run.end, high) - low], tally)
-    return chunk[start - low : end - low]
 
 
 def _widen_end(file: OutputFile, end: int) -> int:
@@ -95,11 +109,12 @@ def _widen_end(file: OutputFile, end: int) -> int:
     return end + -(end - run.start) % run.operation.element_bytes
 
 
-def _apply(file: OutputFile, run: Run, begin: int, piece: fp8.U8, tally: Tally) -> None:
+def _apply(file: OutputFile, run: Run, begin: int, piece: fp8.U8, tally: Tally | None) -> None:
     if run.operation is Operation.COPY:
         return
     if run.operation is Operation.HALVE:
-        _count(file, begin, piece, tally)
+        if tally is not None:
+            _count(file, begin, piece, tally)
         fp8.halve(piece, piece)
         return
     if run.operation is Operation.COPY_FP8:
@@ -115,7 +130,7 @@ def _apply(file: OutputFile, run: Run, begin: int, piece: fp8.U8, tally: Tally) 
         ) from None
 
 
-def _check_unscaled(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally) -> None:
+def _check_unscaled(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally | None) -> None:
     """Count NaN codes, which mean the same on the hardware, and stop at the first code that does not."""
     if not fp8.has_high_codes(piece):
         return
@@ -128,7 +143,8 @@ def _check_unscaled(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally) -
             "that could be doubled for it: it cannot be copied as it is. Use a checkpoint that has the scale, or this "
             "tensor in bf16."
         )
-    _count_nan(file, begin, piece, tally)
+    if tally is not None:
+        _count_nan(file, begin, piece, tally)
 
 
 def double(operation: Operation, scales: fp8.U8) -> None:

@@ -287,7 +287,7 @@ def test_a_damaged_segment_of_an_interrupted_run_is_written_again(
 def test_a_journal_of_another_run_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     source, output = two_weights(tmp_path / "source"), tmp_path / "out"
     with monkeypatch.context() as patch:
-        stop_after(patch, 3)
+        stop_after(patch, 1)
         with pytest.raises(Stopped):
             convert_checkpoint(source, output)
     options = Options(strict=change == "options")
