@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -51,6 +52,57 @@ _report = click.option(
 _strict = click.option("--strict", is_flag=True, help="Refuse NaN codes in fp8 weights instead of keeping them.")
 
 
+def _parse_maps(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    from deepinfer_prep.formats.mapping import parse_map
+
+    try:
+        for text in value:
+            parse_map(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
+
+
+_PLAN_OPTIONS = (
+    click.option(
+        "--map",
+        "maps",
+        metavar="WEIGHT=SCALE",
+        multiple=True,
+        callback=_parse_maps,
+        help="Pair weights and scales by name patterns, before any rule of a family. * stands for any characters; the "
+        "n-th * of SCALE takes what the n-th * of WEIGHT matched: '*.weight=*.weight_qscale'. May be repeated.",
+    ),
+    click.option(
+        "--unscaled",
+        type=click.Choice(["refuse", "copy-if-safe"]),
+        default="refuse",
+        show_default=True,
+        help="What to do with fp8 tensors without a scale: copy-if-safe copies them if no code lies above 240.",
+    ),
+    click.option(
+        "--split",
+        metavar="PATTERN",
+        multiple=True,
+        help="Split more F32 matrices into bf16 halves: '*hc_head_fn'. May be repeated.",
+    ),
+    click.option(
+        "--activation-scales",
+        type=click.Choice(["keep", "double"]),
+        default="keep",
+        show_default=True,
+        help="What to do with static scales of activations and of the KV cache.",
+    ),
+)
+
+
+def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that inspect and convert share because they change what is planned."""
+    for option in reversed(_PLAN_OPTIONS):
+        command = option(command)
+    return command
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="deepinfer-prep")
 def main() -> None:
@@ -66,16 +118,20 @@ def main() -> None:
     epilog=_examples(
         "  deepinfer-prep inspect DeepSeek-V4.1-Flash\n"
         "  deepinfer-prep inspect model.safetensors --scan\n"
+        "  deepinfer-prep inspect Model-FP8 --map '*.weight=*.weight_qscale'\n"
         "  deepinfer-prep inspect DeepSeek-V4.1-Flash --json | jq .refusals"
     ),
 )
 @click.argument("checkpoint", type=_CHECKPOINT)
 @click.option("--scan", is_flag=True, help="Also read the fp8 weights and count the codes that matter.")
+@_plan_options
 @_workers
 @_chunk_size
 @_json
 @_quiet
-def inspect(checkpoint: Path, scan: bool, workers: int | None, chunk_size: int, as_json: bool, quiet: bool) -> None:
+def inspect(
+    checkpoint: Path, scan: bool, workers: int | None, chunk_size: int, as_json: bool, quiet: bool, **choices: Any
+) -> None:
     """Tell what is in CHECKPOINT, what convert would do, and what stands in the way.
 
     CHECKPOINT is a folder or one .safetensors file. Only headers are read, unless --scan is given. The exit
@@ -85,7 +141,14 @@ def inspect(checkpoint: Path, scan: bool, workers: int | None, chunk_size: int, 
         from deepinfer_prep.inspect import inspect_checkpoint
         from deepinfer_prep.render import inspection_text
 
-        result = inspect_checkpoint(checkpoint, scan=scan, workers=workers, chunk_size=chunk_size, progress=progress)
+        result = inspect_checkpoint(
+            checkpoint,
+            options=_options(**choices),
+            scan=scan,
+            workers=workers,
+            chunk_size=chunk_size,
+            progress=progress,
+        )
     emit(result, inspection_text, as_json, None)
     if result.refusals:
         raise SystemExit(EXIT_FAILED)
@@ -96,6 +159,7 @@ def inspect(checkpoint: Path, scan: bool, workers: int | None, chunk_size: int, 
     epilog=_examples(
         "  deepinfer-prep convert DeepSeek-V4.1-Flash DeepSeek-V4.1-Flash-neuron\n"
         "  deepinfer-prep convert DeepSeek-V4.1-Flash OUT --dry-run\n"
+        "  deepinfer-prep convert DeepSeek-V4-Flash OUT --split '*hc_head_fn'\n"
         "  deepinfer-prep convert model.safetensors OUT --workers 4 --chunk-size 16MiB --report report.json"
     ),
 )
@@ -104,6 +168,7 @@ def inspect(checkpoint: Path, scan: bool, workers: int | None, chunk_size: int, 
 @click.option("--dry-run", is_flag=True, help="Make every check and say what would be done; write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace the output, or the safetensors files, that OUT holds.")
 @_strict
+@_plan_options
 @_workers
 @_chunk_size
 @_report
@@ -114,12 +179,12 @@ def convert(
     out: Path,
     dry_run: bool,
     overwrite: bool,
-    strict: bool,
     workers: int | None,
     chunk_size: int,
     report: Path | None,
     as_json: bool,
     quiet: bool,
+    **choices: Any,
 ) -> None:
     """Convert CHECKPOINT into the folder OUT.
 
@@ -127,7 +192,7 @@ def convert(
     same command, and nothing has its final name before it is complete.
     """
     if dry_run:
-        _dry_run(checkpoint, out, _options(strict), overwrite, workers, chunk_size, report, as_json)
+        _dry_run(checkpoint, out, _options(**choices), overwrite, workers, chunk_size, report, as_json)
         return
     with reported_errors(as_json, _RESUMABLE), progress_display(quiet) as progress:
         from deepinfer_prep.convert import convert_checkpoint
@@ -136,7 +201,7 @@ def convert(
         result = convert_checkpoint(
             checkpoint,
             out,
-            options=_options(strict),
+            options=_options(**choices),
             workers=workers,
             chunk_size=chunk_size,
             overwrite=overwrite,
@@ -166,10 +231,10 @@ def _dry_run(
     emit(result, lambda found: f"{inspection_text(found)}\nnothing was written to {out}", as_json, report)
 
 
-def _options(strict: bool) -> Options:
+def _options(**choices: Any) -> Options:
     from deepinfer_prep.options import Options
 
-    return Options(strict=strict)
+    return Options(**choices)
 
 
 @main.command(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from deepinfer_prep.checkpoint import Checkpoint
 from deepinfer_prep.container import TensorInfo
 from deepinfer_prep.formats import Layout
 from deepinfer_prep.formats.base import Unpaired
+from deepinfer_prep.formats.merge import NO_SCALE
 from deepinfer_prep.options import Options
 from deepinfer_prep.sidecar import HI_SUFFIX, KERNEL_SCALE_SUFFIX, LO_SUFFIX
 
@@ -17,6 +19,8 @@ SIDECAR_INDEX = "neuron.safetensors.index.json"
 
 _FOREIGN_FP8 = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _MOST_NAMES = 20
+_MOST_NEAR = 5
+_SCALE_LIKE = re.compile("scale|_scl|_sf$|_inv|amax", re.IGNORECASE)
 
 
 def refuse(checkpoint: Checkpoint, layout: Layout, options: Options, split: Iterable[str]) -> tuple[str, ...]:
@@ -56,7 +60,7 @@ def _unscaled(checkpoint: Checkpoint, layout: Layout, options: Options) -> Itera
     for name, reason in layout.unpaired.items():
         groups.setdefault(reason, []).append(name)
     for reason, names in groups.items():
-        near = _near_misses(checkpoint, names[0])
+        near = _near_misses(checkpoint, names[0]) if reason is NO_SCALE else []
         yield (
             f"{len(names):,} F8_E4M3 tensors {reason.problem}: {_listed(checkpoint, names)}. "
             + (f"Names beside the first that look like a scale: {', '.join(near)}. " if near else "")
@@ -66,12 +70,15 @@ def _unscaled(checkpoint: Checkpoint, layout: Layout, options: Options) -> Itera
 
 
 def _near_misses(checkpoint: Checkpoint, weight: str) -> list[str]:
-    stem = weight.rpartition(".")[0]
-    return [
-        name
-        for name in checkpoint.tensors
-        if name != weight and name.startswith(stem) and "scale" in name[len(stem) :].lower()
-    ][:5]
+    """Names that look like a weight's scale: in its module, else in the module above, else under another prefix."""
+    named = [name for name in checkpoint.tensors if name != weight and _SCALE_LIKE.search(name.rpartition(".")[2])]
+    module = weight.rpartition(".")[0]
+    above = module.rpartition(".")[0]
+    tail = ".".join(module.split(".")[-3:])
+    beside = [name for name in named if name.rpartition(".")[0] == module or name.startswith(weight)]
+    parent = [name for name in named if above and name.rpartition(".")[0] == above]
+    elsewhere = [name for name in named if "." in tail and name.rpartition(".")[0].endswith(tail)]
+    return (beside or parent or elsewhere)[:_MOST_NEAR]
 
 
 def _foreign_fp8(checkpoint: Checkpoint) -> Iterator[str]:

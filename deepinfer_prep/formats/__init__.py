@@ -31,6 +31,7 @@ _MODULES = (
     "nvfp4",
     "mxfp4",
     "transformer_engine",
+    "e5m2",
 )
 
 FAMILIES: tuple[Family, ...] = tuple(import_module(f"{__name__}.{module}").FAMILY for module in _MODULES)

@@ -1,8 +1,8 @@
 """Finds the static scales of activations and of the KV cache, whichever quantizer wrote them.
 
 `input_scale` (ModelOpt, compressed-tensors, Quark, AutoFP8), `activation_scale` (transformers), `act_scale`
-and `output_scale` (older AutoFP8), `scale_input` (ComfyUI) lie in the module of an fp8 weight, or are joined
-to a stacked weight's name by an underscore. `k_scale`, `v_scale`, `q_scale`, `kv_scale` and Mistral's
+and `output_scale` (older AutoFP8), `scale_input` (ComfyUI) lie in a module that holds fp8, or are joined to a
+stacked weight's name by an underscore. `k_scale`, `v_scale`, `q_scale`, `kv_scale` and Mistral's
 `qscale_act` stand for themselves. `input_scale_ub` is an upper bound and no scale.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deepinfer_prep.checkpoint import Checkpoint
-from deepinfer_prep.formats.base import FLOAT_DTYPES, QuantizedWeight
+from deepinfer_prep.formats.base import FLOAT_DTYPES, QuantizedWeight, fp8_names
 
 _OF_A_MODULE = ("input_scale", "activation_scale", "act_scale", "output_scale", "scale_input")
 _ALONE = ("k_scale", "v_scale", "q_scale", "kv_scale", "qscale_act")
@@ -19,7 +19,8 @@ _ALONE = ("k_scale", "v_scale", "q_scale", "kv_scale", "qscale_act")
 
 def find_activation_scales(checkpoint: Checkpoint, weights: Iterable[QuantizedWeight]) -> tuple[str, ...]:
     """Every static scale of an fp8 activation; scales of integer activations and caches are left out."""
-    halved = {weight.weight for weight in weights if weight.element == "e4m3"}
+    names = fp8_names(checkpoint)
+    modules = {name.rpartition(".")[0] for name in names} | set(names)
     scales = {weight.scale for weight in weights}
     alone = () if _has_integer_cache(checkpoint) else _ALONE
     return tuple(
@@ -28,17 +29,16 @@ def find_activation_scales(checkpoint: Checkpoint, weights: Iterable[QuantizedWe
         if name.endswith(("_scale", "scale_input", "qscale_act"))
         and tensor.dtype in FLOAT_DTYPES
         and name not in scales
-        and (name.rpartition(".")[2] in alone or _is_beside(name, halved))
+        and (name.rpartition(".")[2] in alone or _is_beside(name, modules))
     )
 
 
-def _is_beside(name: str, halved: set[str]) -> bool:
+def _is_beside(name: str, modules: set[str]) -> bool:
+    """Whether a name is `x.input_scale` and the like, x being a module or a parameter in fp8."""
     for suffix in _OF_A_MODULE:
-        if name.endswith("." + suffix):
-            return name.removesuffix(suffix) + "weight" in halved
-        if name.endswith("_" + suffix):
-            stem = name.removesuffix("_" + suffix)
-            return stem in halved or stem + "_weight" in halved
+        if name.endswith(("." + suffix, "_" + suffix)):
+            stem = name[: -len(suffix) - 1]
+            return stem in modules or stem + "_weight" in modules
     return False
 
 
