@@ -33,7 +33,7 @@ from deepinfer_prep.plan import Plan, plan_conversion
 from deepinfer_prep.progress import Meter, ProgressCallback
 from deepinfer_prep.publication import publish, resume_publication
 from deepinfer_prep.refusals import SIDECAR_INDEX
-from deepinfer_prep.scan import check_values, scan_codes
+from deepinfer_prep.scan import ALL_FP8, check_values, explain_unscaled, scan_codes
 from deepinfer_prep.sidecar import Location
 from deepinfer_prep.storage import RangeWriter
 from deepinfer_prep.transform import Tally
@@ -94,7 +94,7 @@ def convert_checkpoint(
     workers = workers or default_workers()
     check_values(plan, workers, chunk_size, progress)
     if plan.options.strict:
-        _refuse_nan(plan, scan_codes(plan, workers, chunk_size, progress))
+        _refuse_nan(plan, scan_codes(plan, workers, chunk_size, progress, ALL_FP8))
     with Workspace(output) as workspace:
         check_usable(output, _identity(plan), [file.name for file in plan.files], overwrite)
         if not is_same_run(read_identity(workspace.journal), _identity(plan)):
@@ -115,7 +115,7 @@ def plan_output(source: Path, output: Path, *, options: Options | None = None, o
     check_separate(source, output)
     plan = plan_conversion(open_checkpoint(source), options or Options())
     if plan.refusals:
-        raise RefusedError(plan.refusals)
+        raise RefusedError(plan.refusals + explain_unscaled(plan))
     check_sources_outside((file.source for file in plan.files), output)
     check_usable(output, _identity(plan), [file.name for file in plan.files], overwrite)
     check_space(output, plan.output_bytes + plan.sidecar_bytes)

@@ -88,6 +88,7 @@ def build_manifest(
         shards=tuple(shard.name for shard in plan.checkpoint.shards),
         sidecar=tuple(sidecar_names),
         activation_scales=plan.activation_scales,
+        unscaled=plan.unscaled,
         split={name: SplitRecord(name + sidecar.HI_SUFFIX, name + sidecar.LO_SUFFIX) for name in plan.split},
         weights=derived.weights,
         files={**files, **sidecar_records},

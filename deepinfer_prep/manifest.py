@@ -77,6 +77,9 @@ class Manifest:
     """File names of the main shards; every other safetensors file is the sidecar."""
     sidecar: tuple[str, ...]
     activation_scales: tuple[str, ...]
+    """Static scales of activations and of the KV cache; `options` says whether they were doubled."""
+    unscaled: tuple[str, ...]
+    """e4m3 tensors without a scale, copied: no code in them lies above 240."""
     split: Mapping[str, SplitRecord]
     weights: Mapping[str, WeightRecord]
     files: Mapping[str, FileRecord]
@@ -133,6 +136,7 @@ def _from_json(data: dict[str, Any]) -> Manifest:
             "shards": tuple(data["shards"]),
             "sidecar": tuple(data["sidecar"]),
             "activation_scales": tuple(data["activation_scales"]),
+            "unscaled": tuple(data["unscaled"]),
             "split": {name: SplitRecord(**record) for name, record in data["split"].items()},
             "weights": {name: _weight(record) for name, record in data["weights"].items()},
             "files": {

@@ -105,6 +105,8 @@ def _check_names(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]
         yield from _check_present(output.main, record.scale)
         if record.kernel_scale is not None and record.kernel_scale != record.scale:
             yield from _check_present(output.beside, record.kernel_scale)
+    for name in manifest.unscaled:
+        yield from _check_dtype(output.main, name, _WEIGHT_DTYPES["e4m3"])
     for name, split in manifest.split.items():
         yield from _check_dtype(output.main, name, ("F32",))
         yield from _check_dtype(output.beside, split.hi, ("BF16",))

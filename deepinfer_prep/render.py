@@ -9,6 +9,7 @@ from typing import Any
 
 from deepinfer_prep.convert import ConversionResult
 from deepinfer_prep.inspect import Inspection
+from deepinfer_prep.scan import unscaled_sentence
 from deepinfer_prep.sizes import format_size
 from deepinfer_prep.verify import VerificationResult
 
@@ -51,6 +52,8 @@ def inspection_text(result: Inspection) -> str:
             f"fp8 codes      {scan.codes:,} read: {scan.misread:,} above 240, {scan.nan:,} NaN, "
             f"{scan.rounded:,} that halving rounds",
         ]
+        if result.unscaled:
+            lines.append(unscaled_sentence(len(result.unscaled), scan.unscaled_bytes, scan.unsafe))
     return "\n".join([*lines, *_remarks(result.warnings, result.refusals)])
 
 

@@ -1,26 +1,34 @@
-"""Reads tensor data without writing: the check of all scales before a conversion, and the count of codes."""
+"""Reads tensor data without writing: the check of values before a conversion, and the count of codes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError, RefusedError
-from deepinfer_prep.parallel import SEGMENT_BYTES, run_parallel
+from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, SEGMENT_BYTES, default_workers, run_parallel
 from deepinfer_prep.plan import Operation, OutputFile, Plan
 from deepinfer_prep.progress import Meter, ProgressCallback
+from deepinfer_prep.sizes import format_size
 from deepinfer_prep.storage import RangeReader
 from deepinfer_prep.transform import Tally, describe_element, output_chunks
+
+WEIGHTS = frozenset({Operation.HALVE})
+ALL_FP8 = frozenset({Operation.HALVE, Operation.COPY_FP8})
+
+_MOST_PROBLEMS = 20
+_MOST_BYTES_UNASKED = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes start..end of a file's data section, from the first byte of an element."""
+    """Bytes start..end of a file's data section, from the first byte of an element; `tensor` where it is of one."""
 
     file: OutputFile
     start: int
     end: int
+    tensor: str = ""
     is_split: bool = False
 
     @property
@@ -29,25 +37,69 @@ class _Piece:
 
 
 def check_values(plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback | None = None) -> None:
-    """Read every scale that will be doubled and every matrix that will be split.
+    """Read every scale that will be doubled, every matrix that will be split and every fp8 tensor without a scale.
 
     Raises:
         RefusedError: values stand in the way; file, tensor and element are named. Nothing was written.
     """
-    pieces = [*_run_pieces(plan, _is_doubling), *_split_pieces(plan)]
-    meter = Meter(progress, "check scales", sum(piece.nbytes for piece in pieces))
-    problems = []
-    for piece, problem in run_parallel(pieces, _check_piece, workers, chunk_size):
-        meter.add(piece.nbytes)
-        if problem:
-            problems.append(problem)
+    problems = find_problems(plan, workers, chunk_size, progress)
     if problems:
-        raise RefusedError(tuple(sorted(problems)[:20]))
+        raise RefusedError(problems)
 
 
-def scan_codes(plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback | None = None) -> Tally:
-    """Read every fp8 weight and count its noteworthy codes."""
-    pieces = list(_run_pieces(plan, lambda operation: operation is Operation.HALVE))
+def find_problems(
+    plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback | None = None
+) -> tuple[str, ...]:
+    """The values for which `check_values` refuses, each a whole sentence.
+
+    Fp8 tensors without a scale count only where the options ask to copy them; else headers refuse them already.
+    """
+    pieces = [*_run_pieces(plan, _is_doubling), *_split_pieces(plan)]
+    if plan.options.unscaled == "copy-if-safe":
+        pieces += _unscaled_pieces(plan)
+    problems = [problem for _, problem in _check(pieces, workers, chunk_size, progress)]
+    return tuple(sorted(problems)[:_MOST_PROBLEMS])
+
+
+def find_unsafe(
+    plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback | None = None
+) -> Mapping[str, str]:
+    """The fp8 tensors without a scale that cannot be copied as they are: name -> the first code that forbids it."""
+    found = [*_check(_unscaled_pieces(plan), workers, chunk_size, progress)]
+    found.sort(key=lambda item: item[0].start, reverse=True)
+    return {piece.tensor: problem for piece, problem in found}
+
+
+def explain_unscaled(plan: Plan) -> tuple[str, ...]:
+    """What the bytes of fp8 tensors without a scale say about copying them; read only where they are few."""
+    size = sum(plan.checkpoint.tensors[name].nbytes for name in plan.unscaled)
+    if not plan.unscaled or plan.options.unscaled == "copy-if-safe" or size > _MOST_BYTES_UNASKED:
+        return ()
+    unsafe = find_unsafe(plan, default_workers(), DEFAULT_CHUNK_BYTES)
+    return (unscaled_sentence(len(plan.unscaled), size, unsafe),)
+
+
+def unscaled_sentence(count: int, size: int, unsafe: Mapping[str, str]) -> str:
+    """What `find_unsafe` found, as a sentence."""
+    of = f"Of the fp8 tensors without a scale ({count:,}, {format_size(size)})"
+    if not unsafe:
+        return f"{of} none holds a code above 240: --unscaled copy-if-safe copies them exactly."
+    return f"{of} {len(unsafe):,} cannot be copied as they are: {next(iter(unsafe.values()))}"
+
+
+def scan_codes(
+    plan: Plan,
+    workers: int,
+    chunk_size: int,
+    progress: ProgressCallback | None = None,
+    operations: frozenset[Operation] = WEIGHTS,
+) -> Tally:
+    """Read every fp8 weight and count its noteworthy codes.
+
+    Raises:
+        ConversionError: with `ALL_FP8`, a tensor without a scale cannot be copied as it is.
+    """
+    pieces = list(_run_pieces(plan, lambda operation: operation in operations))
     meter = Meter(progress, "scan weights", sum(piece.nbytes for piece in pieces))
     total = Tally()
     for piece, tally in run_parallel(pieces, _count_piece, workers, chunk_size):
@@ -57,7 +109,7 @@ def scan_codes(plan: Plan, workers: int, chunk_size: int, progress: ProgressCall
 
 
 def _is_doubling(operation: Operation) -> bool:
-    return operation not in (Operation.COPY, Operation.HALVE)
+    return operation not in (Operation.COPY, Operation.COPY_FP8, Operation.HALVE)
 
 
 def _run_pieces(plan: Plan, wanted: Callable[[Operation], bool]) -> Iterator[_Piece]:
@@ -72,7 +124,27 @@ def _split_pieces(plan: Plan) -> Iterator[_Piece]:
     for name in plan.split:
         file = plan.files[plan.checkpoint.shard_of[name]]
         tensor = plan.checkpoint.tensors[name]
-        yield _Piece(file, tensor.start, tensor.end, is_split=True)
+        yield _Piece(file, tensor.start, tensor.end, name, is_split=True)
+
+
+def _unscaled_pieces(plan: Plan) -> Iterator[_Piece]:
+    for name in plan.unscaled:
+        file = plan.files[plan.checkpoint.shard_of[name]]
+        tensor = plan.checkpoint.tensors[name]
+        for start in range(tensor.start, tensor.end, SEGMENT_BYTES):
+            yield _Piece(file, start, min(start + SEGMENT_BYTES, tensor.end), name)
+
+
+def _check(
+    pieces: Iterable[_Piece], workers: int, chunk_size: int, progress: ProgressCallback | None
+) -> Iterator[tuple[_Piece, str]]:
+    """The pieces with a problem."""
+    pieces = list(pieces)
+    meter = Meter(progress, "check values", sum(piece.nbytes for piece in pieces))
+    for piece, problem in run_parallel(pieces, _check_piece, workers, chunk_size):
+        meter.add(piece.nbytes)
+        if problem:
+            yield piece, problem
 
 
 def _chunks(piece: _Piece, buffer: fp8.U8, tally: Tally) -> Iterator[tuple[int, fp8.U8]]:

@@ -30,6 +30,10 @@ def compare_with_source(output: OpenOutput, manifest: Manifest, plan: Plan) -> I
     for name in sorted(derived.weights.keys() | manifest.weights.keys()):
         if derived.weights.get(name) != manifest.weights.get(name):
             yield Difference(MANIFEST_NAME, "the record of this weight is not what the source gives", name)
+    if set(manifest.unscaled) != set(plan.unscaled):
+        yield Difference(MANIFEST_NAME, "the fp8 tensors without a scale are not those of the source")
+    if set(manifest.activation_scales) != set(plan.activation_scales):
+        yield Difference(MANIFEST_NAME, "the static activation scales are not those of the source")
     if set(manifest.split) != set(plan.split):
         yield Difference(MANIFEST_NAME, "the split matrices are not those of the source")
 

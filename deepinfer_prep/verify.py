@@ -144,6 +144,8 @@ def _add_segment(findings: Findings, found: SegmentFindings) -> None:
 
 def _segment_checks(opened: OpenOutput, manifest: Manifest, plan: Plan | None) -> Iterator[SegmentCheck]:
     planned: Mapping[str, OutputFile] = {file.name: file for file in plan.files} if plan is not None else {}
+    halved = (name for name, record in manifest.weights.items() if record.element == "e4m3")
+    fp8_names = frozenset({*halved, *manifest.unscaled})
     for name, record in manifest.files.items():
         path = opened.folder / name
         if not path.is_file() or path.stat().st_size != record.size:
@@ -153,4 +155,4 @@ def _segment_checks(opened: OpenOutput, manifest: Manifest, plan: Plan | None) -
             expected = None
         shard = opened.shards.get(name)
         for number, (start, end) in enumerate(segments(record.size)):
-            yield SegmentCheck(name, path, start, end, record.digests[number], shard, manifest.weights, expected)
+            yield SegmentCheck(name, path, start, end, record.digests[number], shard, fp8_names, expected)
