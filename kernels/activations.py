@@ -4,7 +4,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .constants import AMAX_FLOOR, FP8_BLOCK, FP8_MAX, MANTISSA_BITS
-from .tiles import P, fold_factor, k_groups, k_tiles, load_folded, transpose_folded
+from .tiles import P, fold_factor, k_tiles, load_folded, transpose_folded
 
 ROUND_TRIP_PASSES = 3
 """Times that VectorE reads every element of x in the round trip."""
@@ -50,13 +50,13 @@ def _k_spans(k: int, width: int, rows: int) -> list[list[int]]:
     return spans
 
 
-def round_trip_elements(m: int, k: int, width: int) -> int:
-    """Elements a partition that VectorE goes through for the round trip in load_activations."""
-    elements = 0
+def round_trip_cycles(m: int, k: int, width: int) -> int:
+    """Cycles of VectorE that the round trip takes in load_activations."""
+    cycles = 0
     for row in range(0, m, P):
         for span in _k_spans(k, width, min(P, m - row)):
-            elements += ROUND_TRIP_PASSES * span[2]
-    return elements
+            cycles += ROUND_TRIP_PASSES * span[2]
+    return cycles
 
 
 def fp8_round_trip(x: nl.ndarray) -> None:
@@ -99,39 +99,3 @@ def _power_of_two_scales(blocks: nl.ndarray) -> nl.ndarray:
     nisa.tensor_scalar(dst=exponent, data=exponent, op0=nl.subtract, operand0=254.0, reverse0=True)
     nisa.tensor_scalar(dst=scales[:, 1, :], data=exponent, op0=nl.left_shift, operand0=MANTISSA_BITS)
     return scales.view(nl.float32)
-
-
-def spread_blocks(moving: nl.ndarray, k: int, blocks: int) -> nl.ndarray:
-    """Activations with a column for each scale block of a k tile: bf16 [128, k tiles * halves, 2, blocks, m].
-
-    moving is plane_view's result. Column (block, row) holds the row's values on the block's partitions and zeros
-    elsewhere, so a matmul yields the partial sums of every block, which may then be scaled in fp32.
-    """
-    _, tiles, halves, m, planes = moving.shape
-    width = P * halves * planes
-    flat = moving.flatten_dims(1, 2).permute((0, 1, 3, 2))
-    spread = nl.ndarray((P, tiles * halves, planes, blocks, m), dtype=nl.bfloat16, buffer=nl.sbuf)
-    mask = _block_mask(blocks)
-    for group in k_groups(k, width, tiles):
-        first = group[0] * halves
-        end = first + group[1] * halves
-        partitions = group[2]
-        for block in range(blocks * partitions // P):
-            nisa.tensor_scalar(
-                dst=spread[0:partitions, first:end, :, block, :],
-                data=flat[0:partitions, first:end, :, :],
-                op0=nl.multiply,
-                operand0=mask[0:partitions, block : block + 1],
-                engine=nisa.engine.vector if block % 2 == 0 else nisa.engine.scalar,
-            )
-    return spread
-
-
-def _block_mask(blocks: int) -> nl.ndarray:
-    """fp32 [128, blocks]: 1 where the partition belongs to the block, else 0."""
-    identity = nl.shared_identity_matrix(blocks, dtype=nl.float32)
-    bank = nl.ndarray((P, blocks), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_transpose(dst=bank, data=identity.expand_dim(2).broadcast(2, P // blocks))
-    mask = nl.ndarray((P, blocks), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=mask, src=bank, engine=nisa.engine.vector)
-    return mask

@@ -3,20 +3,19 @@
 import nki.isa as nisa
 import nki.language as nl
 
-from .activations import load_activations, spread_blocks
+from .activations import load_activations
+from .engines import charge_vector
+from .partial import multiply_partial, spread_blocks, transpose_codes
 from .tiles import (
     LOAD_BYTES,
-    TILES_PER_BANK,
     P,
     check_sizes,
-    k_groups,
     k_tiles,
     load_weights,
     my_columns,
     plane_view,
     row_groups,
     store_results,
-    transpose_weights,
 )
 
 PLANES = 2
@@ -27,33 +26,39 @@ BLOCKS = 2
 M_STEP = 256
 """Rows of x in one matmul: both blocks' partial sums then fill a PSUM bank."""
 
+PARTIAL_M_MAX = 16
+"""Rows of x up to which scaling all partial sums at once beats an instruction for each block."""
+
 
 def linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """x bf16 [m, k], w uint8 [n, k], scale fp32 [ceil(n / 128), k / 128] -> bf16 [m, n] in shared HBM.
 
-    A float scale times a code does not fit bf16, so codes go to TensorE as they are and each block's partial sums are
-    multiplied by its scale.
+    A float scale times a code does not fit bf16, so weights are never dequantized: partial sums are scaled in fp32.
     """
     m, k = x.shape
     n = w.shape[0]
     check_sizes(m, n, k)
     out = nl.ndarray((m, n), dtype=nl.bfloat16, buffer=nl.shared_hbm)
     share = my_columns(n)
+    spent = [0, 0]
     spread = spread_blocks(plane_view(load_activations([x], WIDTH, False)), k, BLOCKS)
     scales = _load_scales(scale, share[0], share[1])
     for group in row_groups(share[0], share[1], LOAD_BYTES, m):
-        row = group[0]
         partitions = group[4]
         y = nl.ndarray((partitions, group[1], group[2], 1, m), dtype=nl.float32, buffer=nl.sbuf)
         for load in range(group[1] * group[2]):
-            start = row + load * partitions
-            codes = _transpose_codes(load_weights(w, start, 1, partitions), k)
-            factors = scales[0:partitions, (start - share[0]) // P, :]
+            row = group[0] + load * partitions
+            codes = transpose_codes(load_weights(w, row, 1, partitions), k, spent)
+            planes = [codes[:, :, 0, 0 : 2 * partitions : 2], codes[:, :, 0, 1 : 2 * partitions : 2]]
+            factors = scales[0:partitions, (row - share[0]) // P, :]
             target = y[:, load // group[2], load % group[2], 0, :]
-            for first in range(0, m, M_STEP):
-                end = min(m, first + M_STEP)
-                _multiply(target[:, first:end], codes, factors, spread[:, :, :, :, first:end], k)
-        store_results(out, row, y)
+            if m <= PARTIAL_M_MAX:
+                multiply_partial(target, planes, factors, spread, k, 1.0, spent)
+            else:
+                for first in range(0, m, M_STEP):
+                    end = min(m, first + M_STEP)
+                    _multiply(target[:, first:end], planes, factors, spread[:, :, :, :, first:end], k, spent)
+        store_results(out, group[0], y)
     return out
 
 
@@ -66,23 +71,10 @@ def _load_scales(scale: nl.ndarray, first_row: int, rows: int) -> nl.ndarray:
     return tile
 
 
-def _transpose_codes(tile: nl.ndarray, k: int) -> nl.ndarray:
-    """The codes with k on partitions: e4m3 [128, k tiles, 2 * row partitions] in SBUF, a pair's two side by side."""
-    rows = tile.shape[0]
-    pairs = nl.ndarray((P, k_tiles(k, WIDTH), 1, rows), dtype=nl.bfloat16, buffer=nl.sbuf)
-    for group in k_groups(k, WIDTH, TILES_PER_BANK):
-        first = group[0]
-        count = group[1]
-        nisa.tensor_copy(
-            dst=pairs[0 : group[2], first : first + count],
-            src=transpose_weights(tile, group),
-            engine=nisa.engine.scalar,
-        )
-    return pairs.view(nl.float8_e4m3).squeeze_dim(2)
-
-
-def _multiply(acc: nl.ndarray, codes: nl.ndarray, scales: nl.ndarray, moving: nl.ndarray, k: int) -> None:
-    """acc fp32 [rows, m] = the sum over blocks of scale times partial sum."""
+def _multiply(
+    acc: nl.ndarray, planes: list[nl.ndarray], scales: nl.ndarray, spread: nl.ndarray, k: int, spent: list[int]
+) -> None:
+    """acc fp32 [rows, m] = the sum over blocks of scale times partial sum, a block an instruction."""
     rows, m = acc.shape
     for tile in range(k_tiles(k, WIDTH)):
         blocks = min(BLOCKS, k // P - tile * BLOCKS)
@@ -91,13 +83,14 @@ def _multiply(acc: nl.ndarray, codes: nl.ndarray, scales: nl.ndarray, moving: nl
         for plane in range(PLANES):
             nisa.nc_matmul(
                 dst=partial,
-                stationary=codes[0:partitions, tile, plane : 2 * rows : PLANES],
-                moving=moving[0:partitions, tile, plane, 0:blocks, :],
+                stationary=planes[plane][0:partitions, tile, :],
+                moving=spread[0:partitions, tile, plane, 0:blocks, :],
                 accumulate=plane > 0,
             )
         for block in range(blocks):
             column = tile * BLOCKS + block
             factor = scales[:, column : column + 1]
+            charge_vector(spent, m)
             if column == 0:
                 nisa.tensor_scalar(dst=acc, data=partial[:, block, :], op0=nl.multiply, operand0=factor)
             else:

@@ -3,8 +3,10 @@
 import nki.isa as nisa
 import nki.language as nl
 
-from .activations import load_activations, spread_blocks
-from .scales import BLOCK, load_e8m0
+from .activations import load_activations
+from .engines import charge_scalar, charge_vector
+from .partial import multiply_partial, spread_blocks
+from .scales import BLOCK, load_row_scales
 from .tiles import (
     BANK_FP32,
     TILES_PER_BANK,
@@ -20,8 +22,8 @@ from .tiles import (
     transpose_weights,
 )
 
-HALVES = 2
-WIDTH = 2 * HALVES * P
+PLANES = 4
+WIDTH = PLANES * P
 """Columns of a k tile: partition p holds columns 4p ... 4p + 3, the low and high nibbles of two bytes."""
 
 BLOCKS = WIDTH // BLOCK
@@ -49,36 +51,32 @@ def linear(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> 
     n = w.shape[0]
     check_sizes(m, n, k)
     share = my_columns(n)
+    spent = [0, 0]
     moving = plane_view(load_activations([x], WIDTH, False))
-    if m <= PARTIAL_M_MAX:
+    few = m <= PARTIAL_M_MAX
+    if few:
         moving = spread_blocks(moving, k, BLOCKS)
     for group in row_groups(share[0], share[1], k // 2, m):
-        row = group[0]
         per_partition = group[3]
         partitions = group[4]
         y = nl.ndarray((partitions, group[1], group[2], per_partition, m), dtype=nl.float32, buffer=nl.sbuf)
         for load in range(group[1] * group[2]):
-            start = row + load * per_partition * partitions
-            planes = _unpack(load_weights(w, start, per_partition, partitions), k)
-            scales = _load_scales(scale, start, per_partition, partitions)
+            row = group[0] + load * per_partition * partitions
+            planes = _unpack(load_weights(w, row, per_partition, partitions), k, spent)
+            scales = load_row_scales(scale, row, per_partition, partitions, 1)
             for r in range(per_partition):
                 target = y[:, load // group[2], load % group[2], r, :]
-                rows = [planes[0][:, :, r, :], planes[1][:, :, r, :]]
-                if m <= PARTIAL_M_MAX:
-                    _multiply_partial(target, rows, scales[:, r, :], moving, k)
+                codes = []
+                for plane in range(PLANES):
+                    codes.append(planes[plane % 2][:, :, r, plane // 2 : 2 * partitions : 2])
+                if few:
+                    multiply_partial(target, codes, scales[:, r, :], moving, k, CODE_UNIT, spent)
                 else:
-                    _multiply(target, _dequantize(rows, scales[:, r, :], k), moving, k)
-        store_results(out, row, y)
+                    _multiply(target, _dequantize(codes, scales[:, r, :], k), moving, k)
+        store_results(out, group[0], y)
 
 
-def _load_scales(scale: nl.ndarray, row: int, per_partition: int, partitions: int) -> nl.ndarray:
-    """Scales of the rows that load_weights took: fp32 [partitions, per_partition, k / 32]."""
-    rows = scale[row : row + partitions * per_partition, :]
-    shape = [partitions, per_partition, scale.shape[1]]
-    return load_e8m0(rows.reshape_dim(0, (partitions, per_partition)), shape)
-
-
-def _unpack(tile: nl.ndarray, k: int) -> list[nl.ndarray]:
+def _unpack(tile: nl.ndarray, k: int, spent: list[int]) -> list[nl.ndarray]:
     """Low and high nibbles as e4m3 [128, k tiles, rows a partition, 2 * row partitions], true value / 64.
 
     An e2m1 code s ee m becomes the e4m3 code s 00ee m00, four bytes a word. VectorE assembles the low nibbles. For the
@@ -96,6 +94,9 @@ def _unpack(tile: nl.ndarray, k: int) -> list[nl.ndarray]:
         bank = transpose_weights(tile, group)
         _unpack_low(low[0:partitions, first:end], bank.view(nl.int32))
         _unpack_high(high[0:partitions, first:end], bank.view(nl.int8))
+        elements = group[1] * per_partition * rows
+        charge_vector(spent, 4 * elements // 2)
+        charge_scalar(spent, 2 * elements)
     return [low.view(nl.float8_e4m3), high.view(nl.float8_e4m3)]
 
 
@@ -114,72 +115,27 @@ def _unpack_high(dst: nl.ndarray, signed_bytes: nl.ndarray) -> None:
     nisa.tensor_scalar(dst=words, data=words, op0=nl.bitwise_and, operand0=SIGN_AND_MAGNITUDE)
 
 
-def _multiply_partial(y: nl.ndarray, rows: list[nl.ndarray], scales: nl.ndarray, spread: nl.ndarray, k: int) -> None:
-    """y fp32 [row partitions, m] = 64 times the sum over blocks of scale times partial sum."""
-    count, m = y.shape
-    scaled = nl.ndarray((count, m, k // BLOCK), dtype=nl.float32, buffer=nl.sbuf)
-    for group in k_groups(k, WIDTH, BANK_FP32 // (BLOCKS * m)):
-        first = group[0]
-        tiles = group[1]
-        partitions = group[2]
-        blocks = BLOCKS * partitions // P
-        partial = nl.ndarray((count, tiles, blocks, m), dtype=nl.float32, buffer=nl.psum)
-        for index in range(tiles):
-            tile = first + index
-            for plane in range(4):
-                byte = plane // 2
-                nisa.nc_matmul(
-                    dst=partial[:, index],
-                    stationary=rows[plane % 2][0:partitions, tile, byte : 2 * count : 2],
-                    moving=spread[0:partitions, tile * HALVES + byte, plane % 2, 0:blocks, :],
-                    accumulate=plane > 0,
-                )
-        column = first * BLOCKS
-        columns = tiles * blocks
-        nisa.tensor_tensor(
-            dst=scaled[:, :, column : column + columns],
-            data1=partial.reshape((count, columns, m)).permute((0, 2, 1)),
-            data2=scales[:, column : column + columns].expand_dim(1).broadcast(1, m),
-            op=nl.multiply,
-        )
-    _sum_blocks(y, scaled)
+def _dequantize(codes: list[nl.ndarray], scales: nl.ndarray, k: int) -> nl.ndarray:
+    """Unpacked codes times their scales: bf16 [128, k tiles, 4, row partitions], exact, true value / 64.
 
-
-def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray) -> None:
-    """y fp32 [row partitions, m] = 64 times the sum of scaled fp32 [row partitions, m, blocks], on ScalarE."""
-    count, m, blocks = scaled.shape
-    unused = nl.ndarray((count, blocks), dtype=nl.float32, buffer=nl.sbuf)
-    for row in range(m):
-        nisa.activation(
-            dst=unused,
-            op=nl.copy,
-            data=scaled[:, row, :],
-            scale=CODE_UNIT,
-            reduce_op=nl.add,
-            reduce_res=y[:, row : row + 1],
-            reduce_cmd=nisa.reduce_cmd.reset_reduce,
-        )
-
-
-def _dequantize(rows: list[nl.ndarray], scales: nl.ndarray, k: int) -> nl.ndarray:
-    """Unpacked codes times their scales: bf16 [128, k tiles, nibble, row partitions, 2], exact, true value / 64."""
-    count = scales.shape[0]
+    The transposed scales stay in PSUM, where VectorE reads them at full rate.
+    """
+    rows = scales.shape[0]
     per_block = P // BLOCKS
-    wt = nl.ndarray((P, k_tiles(k, WIDTH), 2, count, HALVES), dtype=nl.bfloat16, buffer=nl.sbuf)
-    for group in k_groups(k, WIDTH, BANK_FP32 // count):
+    wt = nl.ndarray((P, k_tiles(k, WIDTH), PLANES, rows), dtype=nl.bfloat16, buffer=nl.sbuf)
+    for group in k_groups(k, WIDTH, BANK_FP32 // rows):
         first = group[0]
         tiles = group[1]
         partitions = group[2]
-        bank = nl.ndarray((partitions, tiles, count), dtype=nl.float32, buffer=nl.psum)
+        factors = nl.ndarray((partitions, tiles, rows), dtype=nl.float32, buffer=nl.psum)
         for index in range(tiles):
             column = (first + index) * BLOCKS
             blocks = scales[:, column : column + partitions // per_block]
-            nisa.nc_transpose(dst=bank[:, index, :], data=blocks.expand_dim(2).broadcast(2, per_block))
-        factors = bank.expand_dim(3).broadcast(3, HALVES)
-        for nibble in range(2):
+            nisa.nc_transpose(dst=factors[:, index, :], data=blocks.expand_dim(2).broadcast(2, per_block))
+        for plane in range(PLANES):
             nisa.tensor_tensor(
-                dst=wt[0:partitions, first : first + tiles, nibble],
-                data1=rows[nibble][0:partitions, first : first + tiles, :].reshape_dim(2, (count, HALVES)),
+                dst=wt[0:partitions, first : first + tiles, plane, :],
+                data1=codes[plane][0:partitions, first : first + tiles, :],
                 data2=factors,
                 op=nl.multiply,
             )
@@ -190,11 +146,11 @@ def _multiply(y: nl.ndarray, wt: nl.ndarray, moving: nl.ndarray, k: int) -> None
     """y fp32 [row partitions, m] = 64 times the dequantized rows times the activations, over all of k."""
     acc = nl.ndarray(y.shape, dtype=nl.float32, buffer=nl.psum)
     for tile in range(k_tiles(k, WIDTH)):
-        partitions = min(P, (k - tile * WIDTH) * P // WIDTH)
-        for plane in range(4):
+        partitions = min(P, (k - tile * WIDTH) // PLANES)
+        for plane in range(PLANES):
             nisa.nc_matmul(
                 dst=acc,
-                stationary=wt[0:partitions, tile, plane % 2, :, plane // 2],
+                stationary=wt[0:partitions, tile, plane, :],
                 moving=moving[0:partitions, tile, plane // 2, :, plane % 2],
                 accumulate=tile + plane > 0,
             )

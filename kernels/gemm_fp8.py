@@ -3,8 +3,10 @@
 import nki.isa as nisa
 import nki.language as nl
 
-from .activations import load_activations, round_trip_elements
-from .scales import BLOCK, load_block_scales
+from .activations import load_activations, round_trip_cycles
+from .engines import charge_vector, vector_is_free_first
+from .partial import multiply_partial, spread_blocks, transpose_codes
+from .scales import BLOCK, load_block_scales, load_row_scales
 from .tiles import (
     TILES_PER_BANK,
     P,
@@ -23,50 +25,79 @@ PLANES = 2
 WIDTH = PLANES * P
 """Columns of a k tile: partition p holds columns 2p and 2p + 1."""
 
-VECTOR_COST = 5
-SCALAR_COST = 4
-"""Time of one element on VectorE and on ScalarE, by their clocks of 0.96 and 1.2 GHz."""
+PARTIAL_M_MAX = 4
+"""Rows of x up to which scaling partial sums costs less than dequantizing."""
 
 
 def linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_trip: bool) -> nl.ndarray:
     """x bf16 [m, k], w uint8 [n, k], scale uint8 [n / 32, k / 32] -> bf16 [m, n] in shared HBM.
 
-    A weight code times its power-of-two scale has four significant bits, so bf16 holds it exactly and all of k is
-    summed in fp32 in PSUM.
+    Up to 4 rows of x, partial sums are scaled. Beyond, weights are dequantized: a code times its power-of-two scale has
+    four significant bits, so bf16 holds it exactly and all of k is summed in PSUM.
     """
     m, k = x.shape
     n = w.shape[0]
     check_sizes(m, n, k)
     out = nl.ndarray((m, n), dtype=nl.bfloat16, buffer=nl.shared_hbm)
     share = my_columns(n)
+    spent = [0, 0]
+    if round_trip:
+        charge_vector(spent, round_trip_cycles(m, k, WIDTH))
     moving = plane_view(load_activations([x], WIDTH, round_trip))
-    scales = load_block_scales(scale, share[0], share[1], WIDTH)
-    spent = [round_trip_elements(m, k, WIDTH) if round_trip else 0, 0]
+    if m <= PARTIAL_M_MAX:
+        _few_rows(out, moving, w, scale, share, spent)
+    else:
+        _many_rows(out, moving, w, scale, share, spent)
+    return out
+
+
+def _few_rows(
+    out: nl.ndarray, moving: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, share: list[int], spent: list[int]
+) -> None:
+    m = out.shape[0]
+    k = w.shape[1]
+    spread = spread_blocks(moving, k, WIDTH // BLOCK)
     for group in row_groups(share[0], share[1], k, m):
-        row = group[0]
+        per_partition = group[3]
+        partitions = group[4]
+        y = nl.ndarray((partitions, group[1], group[2], per_partition, m), dtype=nl.float32, buffer=nl.sbuf)
+        for load in range(group[1] * group[2]):
+            row = group[0] + load * per_partition * partitions
+            codes = transpose_codes(load_weights(w, row, per_partition, partitions), k, spent)
+            factors = load_row_scales(scale, row, per_partition, partitions, BLOCK)[:, 0, :]
+            for r in range(per_partition):
+                target = y[:, load // group[2], load % group[2], r, :]
+                planes = [codes[:, :, r, 0 : 2 * partitions : 2], codes[:, :, r, 1 : 2 * partitions : 2]]
+                multiply_partial(target, planes, factors, spread, k, 1.0, spent)
+        store_results(out, group[0], y)
+
+
+def _many_rows(
+    out: nl.ndarray, moving: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, share: list[int], spent: list[int]
+) -> None:
+    m = out.shape[0]
+    k = w.shape[1]
+    scales = load_block_scales(scale, share[0], share[1], WIDTH)
+    for group in row_groups(share[0], share[1], k, m):
         per_partition = group[3]
         partitions = group[4]
         acc = nl.ndarray((partitions, group[1], group[2], per_partition, m), dtype=nl.float32, buffer=nl.psum)
         for load in range(group[1] * group[2]):
-            start = row + load * per_partition * partitions
+            row = group[0] + load * per_partition * partitions
+            first = (row - share[0]) // BLOCK
             blocks = per_partition * partitions // BLOCK
-            first = (start - share[0]) // BLOCK
-            tile = load_weights(w, start, per_partition, partitions)
+            tile = load_weights(w, row, per_partition, partitions)
             wt = _dequantize(tile, scales[:, :, first : first + blocks], k, spent)
             for r in range(per_partition):
                 _multiply(acc[:, load // group[2], load % group[2], r, :], wt, r, moving, k)
         y = nl.ndarray(acc.shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=y, src=acc, engine=nisa.engine.vector)
-        store_results(out, row, y)
-    return out
+        charge_vector(spent, 2 * group[1] * group[2] * per_partition * m)
+        store_results(out, group[0], y)
 
 
 def _dequantize(tile: nl.ndarray, scales: nl.ndarray, k: int, spent: list[int]) -> nl.ndarray:
-    """bf16 [128, k tiles, rows a partition, row partitions, 2] in SBUF: transposed codes times scales, exact.
-
-    Each bank goes to the engine that will be done with it first; `spent` holds the elements that VectorE and ScalarE
-    have been given so far.
-    """
+    """bf16 [128, k tiles, rows a partition, row partitions, 2] in SBUF: transposed codes times scales, exact."""
     rows, per_partition, _ = tile.shape
     blocks = scales.shape[2]
     wt = nl.ndarray((P, k_tiles(k, WIDTH), per_partition, rows, PLANES), dtype=nl.bfloat16, buffer=nl.sbuf)
@@ -78,12 +109,10 @@ def _dequantize(tile: nl.ndarray, scales: nl.ndarray, k: int, spent: list[int]) 
         codes = bank.reshape((partitions, count, per_partition, blocks, PLANES * rows // blocks))
         dst = wt[0:partitions, first : first + count].reshape(codes.shape)
         factors = scales[0:partitions, first : first + count, :]
-        elements = count * per_partition * rows * PLANES
-        if (spent[0] + elements) * VECTOR_COST <= (spent[1] + elements) * SCALAR_COST:
-            spent[0] += elements
+        cycles = count * per_partition * rows * PLANES
+        if vector_is_free_first(spent, cycles, cycles):
             _scale_on_vector(dst, codes, factors)
         else:
-            spent[1] += elements
             _scale_on_scalar(dst, codes, factors)
     return wt
 

@@ -11,14 +11,32 @@ BLOCK = 32
 
 
 def load_e8m0(src: nl.ndarray, shape: list[int]) -> nl.ndarray:
-    """e8m0 bytes in HBM as fp32 [*shape] in SBUF: 2^(b - 127) for byte b. The DMA widens them to int32.
+    """e8m0 bytes in HBM as fp32 [*shape] in SBUF: 2^(b - 127) for byte b.
 
     Byte 0 gives 0.0: 2^-127 is a subnormal fp32 number, which engines may read as zero. Byte 255 (NaN) gives inf.
     """
+    codes = nl.ndarray(shape, dtype=nl.uint8, buffer=nl.sbuf)
+    nisa.dma_copy(dst=codes, src=src)
     bits = nl.ndarray(shape, dtype=nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=bits, src=src)
+    nisa.tensor_copy(dst=bits, src=codes, engine=nisa.engine.scalar)
     nisa.tensor_scalar(dst=bits, data=bits, op0=nl.left_shift, operand0=MANTISSA_BITS)
     return bits.view(nl.float32)
+
+
+def load_row_scales(scale: nl.ndarray, row: int, per_partition: int, partitions: int, rows: int) -> nl.ndarray:
+    """The scales of weight rows, laid out like load_weights: fp32 [partitions, rows a partition, k / 32] in SBUF.
+
+    `rows` weight rows share a row of scale. Where several lie on one partition they share it too: 1 row a partition.
+    """
+    columns = scale.shape[1]
+    first = row // rows
+    blocks = per_partition * partitions // rows
+    part = scale[first : first + blocks, :]
+    if rows == 1:
+        src = part.reshape_dim(0, (partitions, per_partition))
+        return load_e8m0(src, [partitions, per_partition, columns])
+    src = part.expand_dim(1).broadcast(1, rows // per_partition)
+    return load_e8m0(src, [partitions, 1, columns])
 
 
 def load_block_scales(scale: nl.ndarray, first_row: int, rows: int, width: int) -> nl.ndarray:
