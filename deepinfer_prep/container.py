@@ -14,6 +14,8 @@ from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from deepinfer_prep.errors import ContainerError
 from deepinfer_prep.storage import RangeReader
 
@@ -63,6 +65,8 @@ class Header:
     metadata: Mapping[str, str]
     data_start: int
     """Offset of the data section in the file: the length prefix and the JSON text."""
+    digest: str
+    """xxh3-128 of the JSON text, in hex."""
 
     @property
     def data_size(self) -> int:
@@ -98,7 +102,7 @@ def parse_header(text: bytes | bytearray, file_size: int, path: str) -> Header:
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     data_start = PREFIX_BYTES + len(text)
     _check_tiling(tensors, file_size - data_start, data_start, path)
-    return Header(tuple(tensors), metadata, data_start)
+    return Header(tuple(tensors), metadata, data_start, xxhash.xxh3_128_hexdigest(text))
 
 
 def encode_header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) -> bytes:

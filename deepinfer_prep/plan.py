@@ -194,8 +194,7 @@ def _plan_copy(other: OtherFile) -> OutputFile:
 def _fingerprint(checkpoint: Checkpoint) -> str:
     digest = xxhash.xxh3_128()
     for shard in checkpoint.shards:
-        digest.update(f"{shard.name}\0{shard.state.size}\0".encode())
-        digest.update(encode_header(shard.header.tensors, shard.header.metadata))
+        digest.update(f"{shard.name}\0{shard.state.size}\0{shard.header.digest}\0".encode())
     for other in checkpoint.others:
         digest.update(f"{other.name}\0{other.state.size}\0".encode())
     return digest.hexdigest()
