@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from . import compressed_tensors, deepseek, fine_grained, modelopt, other_quantizers
+from . import compressed_tensors, deepseek, fine_grained, modelopt, other_quantizers, variants
 from .builder import Builder, Fp8Weight, Layout, Package
 
 __all__ = ["LAYOUTS", "Fp8Weight", "Layout", "Recipe", "write_layout"]
@@ -111,6 +111,23 @@ LAYOUTS: Mapping[str, Recipe] = {
             "diffusion_cast_large": "diffusion, plain cast above 240",
             "diffusion_e5m2": "diffusion, e5m2",
             "transformer_engine": "Transformer Engine",
+        },
+    ),
+    **_packages(
+        variants,
+        {
+            "deepseek_inference": "DeepSeek-V3, its inference code's names",
+            "deepseek_v4_transformers_fp4": "DeepSeek-V4, transformers' names, fp4 experts",
+            "fused_experts": "fused experts of serving engines",
+            "minimax_m3_released": "MiniMax-M3, released config",
+            "modelopt_mxfp8": "ModelOpt MXFP8",
+            "compressed_groups": "compressed-tensors, several schemes",
+            "quark_layers": "Quark, several schemes",
+            "autofp8_cache": "AutoFP8, scales of the cache",
+            "mistral_native_cache": "Mistral, own format, scales of the cache",
+            "torchao_mx": "torchao, MX",
+            "tensor_powers": "powers of two by tensor and by row",
+            "mixed_names": "several families in one checkpoint",
         },
     ),
 }
