@@ -151,15 +151,14 @@ class _PlainLines:
     def __call__(self, progress: Progress) -> None:
         from deepinfer_prep.sizes import format_size
 
-        ended = progress.done >= progress.total > 0
-        if progress.stage == self._stage and not ended and time.monotonic() < self._next:
-            return
-        if progress.stage != self._stage and not ended and progress.total > 0:
-            self._stage, self._next = progress.stage, time.monotonic() + _PLAIN_LINE_SECONDS
-            return
         if progress.total == 0:
             return
-        self._stage, self._next = progress.stage, time.monotonic() + _PLAIN_LINE_SECONDS
+        now = time.monotonic()
+        if progress.stage != self._stage:
+            self._stage, self._next = progress.stage, now + _PLAIN_LINE_SECONDS
+        if progress.done < progress.total and now < self._next:
+            return
+        self._next = now + _PLAIN_LINE_SECONDS
         percent = 100 * progress.done // progress.total
         click.echo(
             f"{progress.stage}: {format_size(progress.done)} of {format_size(progress.total)} ({percent} %)", err=True
