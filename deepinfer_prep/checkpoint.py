@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepinfer_prep.container import Header, TensorInfo, read_header
+from deepinfer_prep.container import LFS_START, Header, TensorInfo, read_header
 from deepinfer_prep.errors import CheckpointError
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -30,6 +30,7 @@ DISCARDED_NAME = ".deepinfer-prep.done"
 _SKIPPED_FOLDERS = frozenset({".cache", ".git", ".huggingface", "__pycache__", WORKSPACE_NAME, DISCARDED_NAME})
 _PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".lock")
 _CONTROL_FILE_SUFFIX = ".aria2"
+_LARGEST_LFS_POINTER = 1024
 _OTHER_WEIGHT_SUFFIXES = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 
 
@@ -325,7 +326,20 @@ def _other_warnings(others: list[OtherFile], left_out: list[str]) -> list[str]:
             f"{len(weights)} files that may hold a second copy of the weights are copied as they are "
             f"({size / 1e9:,.1f} GB), {weights[0].name} among them; remove them from the source if nobody needs them."
         )
+    pointers = [other.name for other in others if _is_lfs_pointer(other)]
+    if pointers:
+        warnings.append(
+            f"{len(pointers)} files are Git LFS pointers and are copied as such, {pointers[0]} among them: the real "
+            "files were not downloaded. Run `git lfs pull` in the checkpoint's folder first if anybody needs them."
+        )
     return warnings
+
+
+def _is_lfs_pointer(other: OtherFile) -> bool:
+    if not len(LFS_START) < other.state.size < _LARGEST_LFS_POINTER:
+        return False
+    with other.path.open("rb") as file:
+        return file.read(len(LFS_START)) == LFS_START
 
 
 def _why_left_out(name: str) -> str:

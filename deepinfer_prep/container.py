@@ -144,8 +144,10 @@ def _read_header_text(file: RangeReader, size: int) -> bytearray:
     return text
 
 
+LFS_START = b"version https://git-lfs"
+
 _FOREIGN_STARTS = {
-    b"version https://git-lfs": "is a Git LFS pointer: the real file was not downloaded. Run `git lfs pull` in the "
+    LFS_START: "is a Git LFS pointer: the real file was not downloaded. Run `git lfs pull` in the "
     "checkpoint's folder, or fetch the file again.",
     b"<": "is an HTML or XML page, not a safetensors file: the download returned an error page. Fetch it again.",
     b"{": "is JSON text, not a safetensors file: the download may have returned an error message. Fetch it again.",
