@@ -1,0 +1,74 @@
+"""From a Dynamo graph to a callable: legalize, check, hand on, restore."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
+
+from deepinfer_prep.runtime.backend import boundary
+from deepinfer_prep.runtime.backend.checker import check
+from deepinfer_prep.runtime.backend.debug import SKIP_CHECK, Report, switched_off
+from deepinfer_prep.runtime.backend.downstream import Settings, compile_downstream, read_settings
+from deepinfer_prep.runtime.backend.gradients import without_gradient
+from deepinfer_prep.runtime.backend.legalize import legalize, modules_with_fp8
+from deepinfer_prep.runtime.backend.scope import Scope
+from deepinfer_prep.runtime.backend.subgraphs import graph_modules
+from deepinfer_prep.runtime.backend.values import leaves, logical_value
+
+
+def compile_graph(
+    module: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None
+) -> Callable[..., Any]:
+    """What torch.compile calls with each graph; a graph without fp8 values is handed on untouched."""
+    settings = read_settings(options, mode)
+    with_fp8 = modules_with_fp8(module)
+    if not with_fp8:
+        return compile_downstream(settings, module, list(example_inputs))
+    return _compile_bytes(settings, module, list(example_inputs), with_fp8)
+
+
+def _compile_bytes(
+    settings: Settings, module: GraphModule, example_inputs: list[Any], with_fp8: set[int]
+) -> Callable[..., Any]:
+    report = Report(settings.dump_dir)
+    report.before(module)
+    outputs = boundary.plan_outputs(module)
+    parts = list(graph_modules(module))
+    tracing_mode = _tracing_mode(module)
+    scopes = [Scope(part, tracing_mode) for part in parts]
+    inputs = boundary.plan_inputs(scopes[0])
+    examples = boundary.lower_examples(inputs, example_inputs, _aot_mode())
+    for scope in scopes:
+        legalize(scope, with_fp8)
+    for scope in scopes:
+        scope.finish()
+    report.after(module)
+    if not switched_off(SKIP_CHECK):
+        check(module)
+    cuts_gradient = any(scope.cuts_gradient for scope in scopes)
+    with torch.no_grad() if cuts_gradient else contextlib.nullcontext():
+        compiled = compile_downstream(settings, module, examples)
+    run = boundary.wrap(compiled, inputs, outputs)
+    return without_gradient(run, outputs) if cuts_gradient else run
+
+
+def _tracing_mode(module: GraphModule) -> FakeTensorMode:
+    """The mode that Dynamo traced in: the one of the fake values in the graph's metadata."""
+    for part in graph_modules(module):
+        for node in part.graph.nodes:
+            for leaf in leaves(logical_value(node)):
+                if isinstance(leaf, FakeTensor):
+                    return leaf.fake_mode
+    return _aot_mode()
+
+
+def _aot_mode() -> FakeTensorMode:
+    """The mode that AOT will trace in. It is another one: Dynamo's tensors may have changed since."""
+    context = TracingContext.try_get()
+    return context.fake_mode if context is not None and context.fake_mode is not None else FakeTensorMode()

@@ -1,0 +1,30 @@
+"""Which handler writes which kind of operation on bytes.
+
+A handler runs the operation on the fake values of the user's program, emits nodes that compute the same on
+bytes, and returns what the operation returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from deepinfer_prep.runtime.backend.arithmetic import compare, matmul, reduce
+from deepinfer_prep.runtime.backend.bitcasts import bitcast
+from deepinfer_prep.runtime.backend.calls import Call
+from deepinfer_prep.runtime.backend.conversions import convert
+from deepinfer_prep.runtime.backend.moves import move
+from deepinfer_prep.runtime.backend.table import Kind
+
+if TYPE_CHECKING:
+    from deepinfer_prep.runtime.backend.rewriter import Rewriter
+
+HANDLERS: dict[Kind, Callable[[Rewriter, Call], Any]] = {
+    Kind.MOVE: move,
+    Kind.FILL: move,
+    Kind.CONVERT: convert,
+    Kind.BITCAST: bitcast,
+    Kind.REDUCE: reduce,
+    Kind.COMPARE: compare,
+    Kind.MATMUL: matmul,
+}
