@@ -78,9 +78,9 @@ class Layout:
         return Region(start, run, count, distance or run)
 
     def pieces(self, bounds: Bounds, limit: int) -> Iterator[tuple[Region, Bounds]]:
-        """Cut a part into pieces for which at most `limit` bytes are read each, in the order of the file."""
+        """Cut a part into pieces for which at most `limit` bytes (or one element) are read, in the file's order."""
         region = self.region(bounds)
-        if region is not None and region.bytes_to_read <= limit:
+        if region is not None and region.bytes_to_read <= max(limit, self.item_bytes):
             yield region, bounds
             return
         axis = next(axis for axis, (first, last) in enumerate(bounds) if last - first > 1)

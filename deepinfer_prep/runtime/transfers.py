@@ -176,5 +176,6 @@ def _part(fill: Fill, bounds: Bounds) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> fp8.U8:
-    flat: fp8.U8 = tensor.reshape(-1).view(torch.uint8).numpy()
+    # Not reshape: a contiguous tensor may have axes of one element with any stride.
+    flat: fp8.U8 = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return flat

@@ -189,7 +189,7 @@ def test_a_source_is_no_output(sample: Path) -> None:
 def test_an_unfinished_conversion_is_refused(copy: Path) -> None:
     (copy / MANIFEST).unlink()
     (copy / ".deepinfer-prep").mkdir()
-    with pytest.raises(ManifestError, match="unfinished conversion.*resumes"):
+    with pytest.raises(ManifestError, match=r"unfinished conversion.*resumes"):
         PreparedCheckpoint(copy)
 
 
