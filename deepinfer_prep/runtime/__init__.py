@@ -1,6 +1,6 @@
 """What serving code imports: loader, compiler set-up, compile backend and kernel dispatch.
 
-    from deepinfer_prep.runtime import fp8, gemm, mhc
+    from deepinfer_prep.runtime import fp8, gemm, load_weights, mhc
 
 Sub-modules are imported when they are first asked for, so that this package itself needs no torch.
 """
@@ -12,9 +12,19 @@ from typing import Any
 
 _MODULES = frozenset({"fp8", "gemm", "mhc", "neuron"})
 _HOMES = {
+    "LoadReport": "load",
+    "PreparedCheckpoint": "checkpoint",
+    "Request": "checkpoint",
+    "Slice": "slices",
+    "SliceError": "slices",
+    "StoredTensor": "checkpoint",
+    "Target": "load",
+    "WeightParts": "checkpoint",
     "configure_compiler": "compiler",
     "describe": "compiler",
+    "load_weights": "load",
     "rescale_fp8_weights": "live",
+    "weights_iterator": "load",
 }
 """Public name -> the module of this package that holds it."""
 
