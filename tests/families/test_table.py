@@ -1,0 +1,10 @@
+"""The table of docs/families.md says what conversions do, cell by cell."""
+
+from __future__ import annotations
+
+from families.conftest import Outcomes
+from families.table import read_table, table
+
+
+def test_the_documents_table_is_what_conversions_give(outcomes: Outcomes) -> None:
+    assert read_table() == table(outcomes), "run tests/families/table.py to write it anew"
