@@ -45,9 +45,10 @@ class Workspace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.journal.exists():
-            self.discard()
-        os.close(self._lock)
+        if self.root.exists() and not self.journal.exists():
+            self.discard()  # Nothing in it could be resumed.
+        with suppress(OSError):  # The lock is given up whatever close says, and nothing was written to the file.
+            os.close(self._lock)
 
     def path(self, name: str) -> Path:
         """Where a file of the output lies until it is published; its folder is made."""
@@ -69,10 +70,14 @@ class Workspace:
         and what cannot be removed (NFS keeps the open lock file until it is closed) does not fail a finished run.
         """
         discarded = self.output / DISCARDED_NAME
-        shutil.rmtree(discarded, ignore_errors=True)
-        with suppress(FileNotFoundError):
-            os.replace(self.root, discarded)
-        shutil.rmtree(discarded, ignore_errors=True)
+        _remove_as_far_as_possible(discarded)
+        os.replace(self.root, discarded)
+        _remove_as_far_as_possible(discarded)
+
+
+def _remove_as_far_as_possible(folder: Path) -> None:
+    with suppress(OSError):  # A failing close gets through ignore_errors.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _acquire(path: Path) -> int:

@@ -238,14 +238,14 @@ def sync_folder(path: Path) -> None:
         OSError: the file system reported a failed write.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with _named(path):
+    with _named(path):
+        try:
             os.fsync(fd)
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
-            raise
-    finally:
-        os.close(fd)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+        finally:
+            os.close(fd)
 
 
 def write_file_durably(path: Path, data: bytes) -> None:
