@@ -41,7 +41,7 @@ def linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     out = nl.ndarray((m, n), dtype=nl.bfloat16, buffer=nl.shared_hbm)
     share = my_columns(n)
     spent = [0, 0]
-    spread = spread_blocks(plane_view(load_activations([x], WIDTH, False)), k, BLOCKS)
+    spread = spread_blocks(plane_view(load_activations([x], WIDTH, False)), k, BLOCKS, 1.0)
     scales = _load_scales(scale, share[0], share[1])
     for group in row_groups(share[0], share[1], LOAD_BYTES, m):
         partitions = group[4]
@@ -53,7 +53,7 @@ def linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
             factors = scales[0:partitions, (row - share[0]) // P, :]
             target = y[:, load // group[2], load % group[2], 0, :]
             if m <= PARTIAL_M_MAX:
-                multiply_partial(target, planes, factors, spread, k, 1.0, spent)
+                multiply_partial(target, planes, factors, spread, k, spent)
             else:
                 for first in range(0, m, M_STEP):
                     end = min(m, first + M_STEP)

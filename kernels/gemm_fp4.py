@@ -55,7 +55,7 @@ def linear(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> 
     moving = plane_view(load_activations([x], WIDTH, False))
     few = m <= PARTIAL_M_MAX
     if few:
-        moving = spread_blocks(moving, k, BLOCKS)
+        moving = spread_blocks(moving, k, BLOCKS, CODE_UNIT)
     for group in row_groups(share[0], share[1], k // 2, m):
         per_partition = group[3]
         partitions = group[4]
@@ -70,7 +70,7 @@ def linear(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> 
                 for plane in range(PLANES):
                     codes.append(planes[plane % 2][:, :, r, plane // 2 : 2 * partitions : 2])
                 if few:
-                    multiply_partial(target, codes, scales[:, r, :], moving, k, CODE_UNIT, spent)
+                    multiply_partial(target, codes, scales[:, r, :], moving, k, spent)
                 else:
                     _multiply(target, _dequantize(codes, scales[:, r, :], k), moving, k)
         store_results(out, group[0], y)

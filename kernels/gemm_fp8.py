@@ -56,7 +56,7 @@ def _few_rows(
 ) -> None:
     m = out.shape[0]
     k = w.shape[1]
-    spread = spread_blocks(moving, k, WIDTH // BLOCK)
+    spread = spread_blocks(moving, k, WIDTH // BLOCK, 1.0)
     for group in row_groups(share[0], share[1], k, m):
         per_partition = group[3]
         partitions = group[4]
@@ -68,7 +68,7 @@ def _few_rows(
             for r in range(per_partition):
                 target = y[:, load // group[2], load % group[2], r, :]
                 planes = [codes[:, :, r, 0 : 2 * partitions : 2], codes[:, :, r, 1 : 2 * partitions : 2]]
-                multiply_partial(target, planes, factors, spread, k, 1.0, spent)
+                multiply_partial(target, planes, factors, spread, k, spent)
         store_results(out, group[0], y)
 
 

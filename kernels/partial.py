@@ -8,20 +8,20 @@ is no slower for it.
 import nki.isa as nisa
 import nki.language as nl
 
-from .engines import SHORTEST, charge_vector, vector_is_free_first
+from .engines import SHORTEST, charge_scalar, charge_vector, vector_is_free_first
 from .tiles import BANK_FP32, TILES_PER_BANK, P, k_groups, k_tiles, transpose_weights
 
 
-def spread_blocks(moving: nl.ndarray, k: int, blocks: int) -> nl.ndarray:
+def spread_blocks(moving: nl.ndarray, k: int, blocks: int, unit: float) -> nl.ndarray:
     """Activations with a column for each scale block of a k tile: bf16 [128, k tiles * halves, 2, blocks, m].
 
-    moving is plane_view's result. Column (block, row) holds the row's values on the block's partitions and zeros
-    elsewhere.
+    moving is plane_view's result. Column (block, row) holds `unit` (a power of two) times the row's values on the
+    block's partitions and zeros elsewhere.
     """
     _, tiles, halves, m, planes = moving.shape
     flat = moving.flatten_dims(1, 2).permute((0, 1, 3, 2))
     spread = nl.ndarray((P, tiles * halves, planes, blocks, m), dtype=nl.bfloat16, buffer=nl.sbuf)
-    mask = _block_mask(blocks)
+    mask = _block_mask(blocks, unit)
     for group in k_groups(k, P * halves * planes, tiles):
         first = group[0] * halves
         end = first + group[1] * halves
@@ -37,13 +37,13 @@ def spread_blocks(moving: nl.ndarray, k: int, blocks: int) -> nl.ndarray:
     return spread
 
 
-def _block_mask(blocks: int) -> nl.ndarray:
-    """fp32 [128, blocks]: 1 where the partition belongs to the block, else 0."""
+def _block_mask(blocks: int, unit: float) -> nl.ndarray:
+    """fp32 [128, blocks]: `unit` where the partition belongs to the block, else 0."""
     identity = nl.shared_identity_matrix(blocks, dtype=nl.float32)
     bank = nl.ndarray((P, blocks), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_transpose(dst=bank, data=identity.expand_dim(2).broadcast(2, P // blocks))
     mask = nl.ndarray((P, blocks), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=mask, src=bank, engine=nisa.engine.vector)
+    nisa.tensor_scalar(dst=mask, data=bank, op0=nl.multiply, operand0=unit, engine=nisa.engine.vector)
     return mask
 
 
@@ -67,15 +67,9 @@ def transpose_codes(tile: nl.ndarray, k: int, spent: list[int]) -> nl.ndarray:
 
 
 def multiply_partial(
-    y: nl.ndarray,
-    planes: list[nl.ndarray],
-    scales: nl.ndarray,
-    spread: nl.ndarray,
-    k: int,
-    unit: float,
-    spent: list[int],
+    y: nl.ndarray, planes: list[nl.ndarray], scales: nl.ndarray, spread: nl.ndarray, k: int, spent: list[int]
 ) -> None:
-    """y fp32 [rows, m] in SBUF = unit times the sum over blocks of scale times partial sum.
+    """y fp32 [rows, m] in SBUF = the sum over blocks of scale times partial sum.
 
     planes: the codes of each plane of a k tile, [128, k tiles, rows]; scales fp32 [rows, blocks of k]; spread as
     spread_blocks returns it.
@@ -108,19 +102,19 @@ def multiply_partial(
             op=nl.multiply,
         )
         charge_vector(spent, columns * m)
-    _sum_blocks(y, scaled, unit, spent)
+    _sum_blocks(y, scaled, spent)
 
 
-def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray, unit: float, spent: list[int]) -> None:
-    """y fp32 [rows, m] = unit times the sum of scaled fp32 [rows, m, blocks].
+def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray, spent: list[int]) -> None:
+    """y fp32 [rows, m] = the sum of scaled fp32 [rows, m, blocks].
 
-    VectorE sums all rows of x at once, ScalarE one an instruction, which ends with reading its accumulators.
+    VectorE sums all rows of x at once, ScalarE one an instruction, and then reads its accumulators. The two may add in
+    another order, so the choice depends on the shape alone: one core and two must agree bit for bit.
     """
     rows, m, blocks = scaled.shape
-    on_vector = SHORTEST + max(SHORTEST, m * blocks)
-    if vector_is_free_first(spent, on_vector, m * (SHORTEST + max(SHORTEST, blocks))):
+    if blocks < SHORTEST:
         nisa.tensor_reduce(dst=y, op=nl.add, data=scaled, axis=2)
-        nisa.tensor_scalar(dst=y, data=y, op0=nl.multiply, operand0=unit)
+        charge_vector(spent, m * blocks)
         return
     unused = nl.ndarray((rows, blocks), dtype=nl.float32, buffer=nl.sbuf)
     for row in range(m):
@@ -128,8 +122,8 @@ def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray, unit: float, spent: list[int]
             dst=unused,
             op=nl.copy,
             data=scaled[:, row, :],
-            scale=unit,
             reduce_op=nl.add,
             reduce_res=y[:, row : row + 1],
             reduce_cmd=nisa.reduce_cmd.reset_reduce,
         )
+        charge_scalar(spent, blocks + SHORTEST)

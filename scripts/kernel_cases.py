@@ -1,0 +1,142 @@
+"""Inputs of the GEMM kernels and the bound that their results must meet, for the tests and check_kernels.py.
+
+Importing this module makes nki_emulator importable, and imports the kernels: on AWS's `nki` where that is installed, on
+the emulator elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from nki_emulator import installed
+
+with installed():
+    from deepinfer_prep.kernels import blockquant, reference
+
+TWO_CORE_MULTIPLE = 256
+
+FILLS = (
+    "random",
+    "zeros",
+    "negative zeros",
+    "outlier",
+    "all codes",
+    "lowest scales",
+    "highest scales",
+    "large",
+    "tiny",
+)
+"""What a case is filled with. Codes are those that occur after halving: at most 0x77, sign aside."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One GEMM kernel: its name, its reference, and how its weights look."""
+
+    name: str
+    reference: Callable[..., Tensor]
+    dequantize: Callable[..., Tensor]
+    codes_per_byte: int
+    scale_block: tuple[int, int]
+    """Rows and columns that share a scale."""
+    scale_bytes: tuple[int, int] | None
+    """Scale bytes whose dequantized weights are all normal and finite bf16 numbers; None for float scales."""
+
+    def oracle_input(self, x: Tensor) -> Tensor:
+        """What the kernel multiplies with: x, or x after the fp8 round trip."""
+        return reference.fp8_round_trip(x) if self.name == "fp8_linear" else x
+
+    def kernel(self, cores: int) -> Any:
+        """The kernel for 1 or 2 cores."""
+        return getattr(blockquant, self.name if cores == 1 else f"{self.name}_2core")
+
+
+GEMMS = (
+    Gemm("fp8_linear_raw", reference.fp8_linear_raw, reference.dequantize_fp8, 1, (32, 32), (10, 247)),
+    Gemm("fp8_linear", reference.fp8_linear, reference.dequantize_fp8, 1, (32, 32), (10, 247)),
+    Gemm("fp4_linear", reference.fp4_linear, reference.dequantize_fp4, 2, (1, 32), (8, 252)),
+    Gemm("fp8_linear_block128", reference.fp8_linear_block128, reference.dequantize_block128, 1, (128, 128), None),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of one kernel call."""
+
+    x: Tensor
+    w: Tensor
+    scale: Tensor
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x, self.w, self.scale
+
+
+def make_case(gemm: Gemm, m: int, n: int, k: int, fill: str = "random") -> Case:
+    """Arguments of the given sizes; the weights do not depend on m."""
+    weights = torch.Generator().manual_seed(0)
+    w, scale = _weights(gemm, n, k, fill, weights), _scales(gemm, n, k, fill, weights)
+    return Case(_activations(m, k, fill, torch.Generator().manual_seed(1)), w, scale)
+
+
+def _activations(m: int, k: int, fill: str, generator: torch.Generator) -> Tensor:
+    x = torch.randn(m, k, generator=generator)
+    if fill == "zeros":
+        x.zero_()
+    elif fill == "negative zeros":
+        x = torch.where(x > 1.0, x, -0.0)
+    elif fill == "outlier":
+        x *= 2.0**-10
+        x[torch.arange(m), torch.randint(k, (m,), generator=generator)] = 4096.0
+    elif fill in ("large", "tiny"):
+        x *= 2.0**40 if fill == "large" else 2.0**-40
+    elif fill == "highest scales":
+        x *= 2.0**-30
+    return x.to(torch.bfloat16)
+
+
+def _weights(gemm: Gemm, n: int, k: int, fill: str, generator: torch.Generator) -> Tensor:
+    size = (n, k // gemm.codes_per_byte)
+    if gemm.codes_per_byte == 2:
+        if fill == "all codes":
+            return torch.arange(n * k // 2).reshape(size).to(torch.uint8)
+        return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+    codes = torch.tensor([sign | code for sign in (0x00, 0x80) for code in range(0x78)], dtype=torch.uint8)
+    if fill == "all codes":
+        return codes.repeat(n * k // len(codes) + 1)[: n * k].reshape(size)
+    if fill == "negative zeros":
+        codes = torch.tensor([0x80, 0x00, 0x38], dtype=torch.uint8)
+    return codes[torch.randint(len(codes), size, generator=generator)]
+
+
+def _scales(gemm: Gemm, n: int, k: int, fill: str, generator: torch.Generator) -> Tensor:
+    rows, columns = gemm.scale_block
+    size = (-(-n // rows), -(-k // columns))
+    if gemm.scale_bytes is None:
+        unit = {"lowest scales": 2.0**-100, "highest scales": 2.0**100}.get(fill, 2.0**-8)
+        return (torch.rand(size, generator=generator) + 0.01) * unit
+    low, high = gemm.scale_bytes
+    first, last = {"lowest scales": (0, low), "highest scales": (high - 7, high)}.get(fill, (112, 127))
+    return torch.randint(first, last + 1, size, generator=generator, dtype=torch.uint8)
+
+
+def error_ratio(gemm: Gemm, case: Case, y: Tensor, weights: Tensor | None = None) -> float:
+    """Largest error of y against float64, in units of the allowed 2^-8 |y| + 2^-20 sum |x w|.
+
+    Numbers below 2^-126 may be flushed, and a scale byte of 0 is read as zero: 240 * 2^-127 |x| an element. `weights`
+    are the dequantized ones in float64, where the caller has them already.
+    """
+    x = gemm.oracle_input(case.x).double()
+    w = gemm.dequantize(case.w, case.scale, torch.float64) if weights is None else weights
+    exact = x @ w.T
+    flushed = 2.0**-126 + 2.0**-119 * x.abs().sum(dim=-1, keepdim=True)
+    allowed = 2.0**-8 * exact.abs() + 2.0**-20 * (x.abs() @ w.abs().T) + flushed
+    return float(((y.double() - exact).abs() / allowed).max())
