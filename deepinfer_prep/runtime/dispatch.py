@@ -7,6 +7,7 @@ not tell grids apart: so there is one wrapper for each kernel, with one grid.
 from __future__ import annotations
 
 import importlib
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from deepinfer_prep.runtime import neuron, settings
 
 # A module's attributes, unlike a dict's entries, may appear while torch.compile traces a first call.
 _wrapped = types.ModuleType("wrapped_kernels")
+_lock = threading.Lock()
 
 
 def kernel(name: str) -> Callable[..., Any]:
@@ -38,10 +40,12 @@ def _wrap(name: str) -> bool:
         module, attribute, cores = name, "kernel", min(2, neuron.physical_cores())
     else:
         module, attribute, cores = "blockquant", name, 2 if "_2core" in name else 1
-    wrap_nki = neuron.wrap_nki()
-    kernel_function = getattr(importlib.import_module(f"deepinfer_prep.kernels.{module}"), attribute)
-    # The wrapper is subscripted, not the kernel, and with a tuple: releases differ on everything else.
-    setattr(_wrapped, name, wrap_nki(kernel_function)[(cores,)])
+    with _lock:
+        if not hasattr(_wrapped, name):
+            wrap_nki = neuron.wrap_nki()
+            kernel_function = getattr(importlib.import_module(f"deepinfer_prep.kernels.{module}"), attribute)
+            # The wrapper is subscripted, not the kernel, and with a tuple: releases differ on everything else.
+            setattr(_wrapped, name, wrap_nki(kernel_function)[(cores,)])
     return True
 
 

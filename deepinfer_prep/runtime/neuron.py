@@ -137,16 +137,19 @@ def wrap_nki() -> Callable[[Any], Any]:
     Raises:
         NeuronUnavailableError: no installed package has it.
     """
+    seen = []
     for name in _WRAP_NKI_MODULES:
         try:
             found = getattr(importlib.import_module(name), "wrap_nki", None)
-        except ImportError:
+        except ImportError as error:
+            seen.append(f"{name}: {error}")
             continue
         if found is not None:
             return found  # type: ignore[no-any-return]
+        seen.append(f"{name}: no such name")
     require("torch-neuronx")
     raise NeuronUnavailableError(
-        f"{package('torch-neuronx')} has no wrap_nki (looked in {', '.join(_WRAP_NKI_MODULES)}), which the NKI "
-        "kernels need. Install torch-neuronx 2.10 or later, or set DEEPINFER_NEURON_NKI_GEMM=0 and "
-        "DEEPINFER_NEURON_NKI_HC=0 to run without them."
+        f"{package('torch-neuronx')} gives no wrap_nki, which the NKI kernels need ({'; '.join(seen)}). Install "
+        "torch-neuronx 2.10 or later, or set DEEPINFER_NEURON_NKI_GEMM=0 and DEEPINFER_NEURON_NKI_HC=0 to run "
+        "without them."
     )

@@ -142,7 +142,8 @@ def _refusal(holder: scales.Held, used_as_scale: bool) -> str | None:
     if not holder.scales:
         return (
             f"{name}: float8_e4m3fn without a scale. Attach it as `.sf`, or as {name}_scale_inv or {name}_scale beside "
-            "it; if the model was copied (deepcopy drops attributes) or the scale was not loaded, load it again."
+            "it; if the model was copied (deepcopy drops attributes) or the scale was not loaded, load it again. A "
+            "buffer that is no weight has to be registered with persistent=False."
         )
     for tensor_name, tensor in ((name, holder.tensor), *holder.scales):
         if problem := _out_of_reach(tensor):

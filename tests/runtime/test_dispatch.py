@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import nki_emulator
@@ -14,6 +15,7 @@ from deepinfer_prep.kernels import reference
 from deepinfer_prep.errors import NeuronUnavailableError
 from deepinfer_prep.runtime import dispatch, gemm, neuron
 
+from .fake_neuron import FakeNeuron
 from .models import Layer, fp8, random_codes
 
 _LIBRARY = torch.library.Library("emulated", "DEF")
@@ -86,3 +88,10 @@ def test_missing_wrap_nki_is_an_error_with_a_remedy(monkeypatch):
     monkeypatch.setattr(dispatch, "_wrapped", types.ModuleType("wrapped_kernels"))
     with pytest.raises(NeuronUnavailableError):
         dispatch.kernel("fp8_linear")
+
+
+def test_threads_that_need_the_same_kernel_wrap_it_once(fake_neuron: FakeNeuron):
+    with ThreadPoolExecutor(8) as pool:
+        callers = list(pool.map(lambda _: dispatch.kernel("fp8_linear"), range(64)))
+    assert fake_neuron.wrapped == {"blockquant.fp8_linear": 1}
+    assert len(set(map(id, callers))) == 1

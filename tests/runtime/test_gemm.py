@@ -167,6 +167,21 @@ def test_host_path_is_one_graph(make):
     assert torch.equal(compiled(x), gemm.linear_qdq(x, weight))
 
 
+@pytest.mark.parametrize("words", [torch.uint8, torch.int32])
+def test_gemm_on_a_host_is_one_graph(words):
+    weight, codes, factors = fp8_weight(), random_codes(3, 256, highest=0x76), scale_codes(3, 8)
+
+    def step(a: torch.Tensor, sfa: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        gemm.gemm(a, sfa, weight, d)
+        return d + 1
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        d = torch.zeros(4, 64, dtype=torch.bfloat16)
+        results.append((function(fp8(codes), factors.view(words), d), d))
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+
+
 # On a device: the real kernels in the emulator
 
 

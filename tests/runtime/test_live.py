@@ -229,6 +229,15 @@ def test_scales_that_are_slices_of_one_storage():
     assert scale[2].eq(0.5).all()
 
 
+def test_weight_within_range_follows_when_its_scale_overlaps_another():
+    scale = torch.full((3,), 0.5)
+    small = fp8(torch.full((64, 64), 0x38, dtype=torch.uint8))
+    model = nn.ModuleList([layer(small, scale[:2]), layer(every_code(), scale[1:])])
+    assert rescale_fp8_weights(model) == 2
+    assert (codes_of(model[0].weight) == 0x30).all()
+    assert scale.eq(1.0).all()
+
+
 def test_mapped_file_read_as_separate_storages(tmp_path):
     codes = random_codes(8192)
     codes[::64] = 0x7E
