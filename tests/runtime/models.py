@@ -56,3 +56,15 @@ def codes_of(tensor: Tensor) -> Tensor:
 def halved(codes: Tensor) -> Tensor:
     """What torch makes of half of every e4m3fn code: round to nearest even through float32."""
     return (fp8(codes).float() / 2).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def layer(weight: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> Layer:
+    """A layer whose weight holds every code, with V4.1's 32x32 e8m0 scale unless another is given."""
+    made = Layer(every_code() if weight is None else weight)
+    made.weight.sf = e8m0(2, 2) if scale is None else scale
+    return made
+
+
+def assert_halved_once(before: torch.Tensor, weight: torch.Tensor) -> None:
+    assert torch.equal(codes_of(weight), halved(before))
+    assert ((codes_of(weight) & 0x7F) <= 0x76).logical_or((codes_of(weight) & 0x7F) == 0x7F).all()
