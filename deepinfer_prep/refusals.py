@@ -18,9 +18,9 @@ SIDECAR_PREFIX = "neuron-"
 SIDECAR_INDEX = "neuron.safetensors.index.json"
 
 _FOREIGN_FP8 = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
-_MOST_NAMES = 20
+_MOST_NAMES = 50
 _MOST_NEAR = 5
-_SCALE_LIKE = re.compile("scale|_scl|_sf$|_inv|amax", re.IGNORECASE)
+_SCALE_LIKE = re.compile("scal|_scl|_sf$|_inv|amax", re.IGNORECASE)
 
 
 def refuse(checkpoint: Checkpoint, layout: Layout, options: Options, split: Iterable[str]) -> tuple[str, ...]:
@@ -128,4 +128,5 @@ def _listed(checkpoint: Checkpoint, names: list[str]) -> str:
         return f"{tensor.name!r} in {checkpoint.shards[checkpoint.shard_of[tensor.name]].name}"
 
     listed = ", ".join(show(checkpoint.tensors[name]) for name in names[:_MOST_NAMES])
-    return listed + (f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else "")
+    more = len(names) - _MOST_NAMES
+    return listed + (f" and {more:,} more (`inspect --json` lists all)" if more > 0 else "")
