@@ -80,7 +80,7 @@ def gemm(a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, d: torch.Tensor, g
         d: bf16 [>= m, n], written in place.
 
     Raises:
-        PrepError: `b` is not prepared.
+        PrepError: `b` is not prepared, or `sfa` does not fit `a`.
     """
     m, k = a.shape
     factors = e8m0_values(sfa, m, k).repeat_interleave(reference.FP8_BLOCK, dim=-1)[:, :k]

@@ -10,6 +10,7 @@ import numpy as np
 from deepinfer_prep.runtime.spans import I64, Spans
 
 _MAPS = Path("/proc/self/maps")
+_HIGHEST = int(np.iinfo(np.int64).max)
 _NO_FILES = ("/dev/shm/", "/dev/zero", "/memfd:", "/SYSV")
 """Shared memory between processes, which the kernel shows with a path although no file stands behind it."""
 
@@ -42,9 +43,9 @@ def mappings() -> Mappings:
     except OSError:
         lines = []
     fields = [line.split(maxsplit=5) for line in lines]
-    bounds = np.array([[int(end, 16) for end in field[0].split("-")] for field in fields], dtype=np.uint64)
     # The highest mapping (vsyscall) lies beyond int64, where no tensor does.
-    bounds = np.minimum(bounds.reshape(-1, 2), np.iinfo(np.int64).max).astype(np.int64)
+    ends = [[min(int(end, 16), _HIGHEST) for end in field[0].split("-")] for field in fields]
+    bounds: I64 = np.array(ends, dtype=np.int64).reshape(-1, 2)
     problems = tuple(_problem(field[1], field[5] if len(field) > 5 else "") for field in fields)
     return Mappings(bounds[:, 0], bounds[:, 1], problems)
 
