@@ -30,7 +30,7 @@ class Mappings:
             return ""
         first = np.searchsorted(self.starts, spans.starts, side="right") - 1
         last = np.searchsorted(self.starts, spans.stops - 1, side="right") - 1
-        for index in np.unique(np.concatenate([first, last])):
+        for index in np.unique(np.concatenate([first, last])).tolist():
             if index >= 0 and self.problems[index]:
                 return self.problems[index]
         return ""
