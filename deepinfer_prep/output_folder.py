@@ -16,6 +16,7 @@ from deepinfer_prep.checkpoint import DISCARDED_NAME, WORKSPACE_NAME
 from deepinfer_prep.errors import RefusedError
 from deepinfer_prep.journal import is_same_run, read_identity
 from deepinfer_prep.refusals import MANIFEST_NAME
+from deepinfer_prep.storage import sync_folder
 
 _LOCK_ATTEMPTS = 100
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -72,6 +73,8 @@ class Workspace:
         discarded = self.output / DISCARDED_NAME
         _remove_as_far_as_possible(discarded)
         os.replace(self.root, discarded)
+        with suppress(OSError):
+            sync_folder(self.output)  # Else a power cut could bring it back half removed.
         _remove_as_far_as_possible(discarded)
 
 

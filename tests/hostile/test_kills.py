@@ -1,0 +1,178 @@
+"""A kill or a power cut at any moment: nothing unfinished passes for an output, and the same command goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_files import tree, write_file
+
+from deepinfer_prep import convert_checkpoint, verify_checkpoint
+from hostile.calls import Killed, SystemCalls, watch
+from hostile.checkpoints import MANIFEST, WORKSPACE, convert, published, write_checkpoint
+from hostile.power import Disk
+
+INDEX = "model.safetensors.index.json"
+STRIDE = int(os.environ.get("DEEPINFER_PREP_KILL_STRIDE", "9"))
+"""Between two kills while data is written lie so many calls, and fewer in the publication; 1 tries every call."""
+
+
+DEAD = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""A generator of the dead run that is thrown away finds that even closing its file kills."""
+
+
+def moments(calls: SystemCalls) -> list[int]:
+    """At which calls to kill a run that makes these calls."""
+    publication = next(n for n, call in enumerate(calls.made) if call.path.endswith(f"{WORKSPACE}/manifest.json.tmp"))
+    return [*range(0, publication, STRIDE), *range(publication, len(calls.made), max(1, STRIDE // 4))]
+
+
+def run(source: Path, output: Path, overwrite: bool = False) -> None:
+    convert_checkpoint(source, output, workers=1, overwrite=overwrite)
+
+
+def assert_nothing_unfinished(output: Path, expected: dict[str, bytes]) -> None:
+    """What has its final name is right, and the index and the manifest come after all that they name."""
+    found = published(output)
+    assert found.items() <= expected.items()
+    if INDEX in found:
+        assert found.keys() | {MANIFEST, "neuron.safetensors.index.json"} >= expected.keys()
+    assert MANIFEST not in found or found == expected
+
+
+def resume(source: Path, output: Path, expected: dict[str, bytes], *options: str) -> None:
+    finished = published(output) == expected and not (output / WORKSPACE).exists()
+    result = convert(source, output, *options)
+    if finished and not options:
+        assert "already holds a finished output" in result.stderr
+    else:
+        assert result.exit_code == 0, result.stderr
+    assert published(output) == expected
+    assert not (output / WORKSPACE).exists()
+
+
+@DEAD
+@pytest.mark.parametrize("loses_power", [False, True], ids=["kill", "power cut"])
+def test_a_kill_at_any_call(
+    loses_power: bool, source: Path, expected: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = watch(monkeypatch, scratch)
+    run(source, scratch / "counted")
+    for nth in moments(calls):
+        output, disk = scratch / f"out{nth}", Disk(calls)
+        (disk if loses_power else calls).kill(nth)
+        with pytest.raises(Killed):
+            run(source, output)
+        if loses_power:
+            disk.cut()
+        calls.bury()
+        assert_nothing_unfinished(output, expected)
+        resume(source, output, expected)
+
+
+@DEAD
+@pytest.mark.parametrize("loses_power", [False, True], ids=["kill", "power cut"])
+def test_a_kill_while_an_older_output_is_replaced(
+    loses_power: bool, source: Path, expected: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the older output is lost before the new one is complete; no index names a mixture of both."""
+    older = write_checkpoint(scratch / "older", fill=0x30)
+    write_file(older / "model-9.safetensors", {"extra": ("F8_E5M2", (4,), 1)})
+    (older / INDEX).unlink()
+    (older / "inference" / "model.py").rename(older / "README.md")
+
+    def prepare(output: Path) -> dict[str, bytes]:
+        run(older, output)
+        (output / "old.safetensors.index.json").write_text("{}")
+        (output / "notes.txt").write_text("mine")
+        return published(output)
+
+    before = prepare(scratch / "counted")
+    kept = {name: before[name] for name in ("notes.txt", "README.md")}
+    calls = watch(monkeypatch, scratch)
+    run(source, scratch / "counted", overwrite=True)
+    assert published(scratch / "counted") == {**kept, **expected}
+    for nth in moments(calls):
+        output, disk = scratch / f"out{nth}", Disk(calls)
+        prepare(output)
+        (disk if loses_power else calls).kill(nth)
+        with pytest.raises(Killed):
+            run(source, output, overwrite=True)
+        if loses_power:
+            disk.cut()
+        calls.bury()
+        found = published(output)
+        if not (output / WORKSPACE / "manifest.json").exists():
+            assert found in (before, {**kept, **expected})
+        if MANIFEST in found:
+            assert found in (before, {**kept, **expected})
+        elif INDEX in found:
+            assert found.items() >= {name: data for name, data in expected.items() if name.endswith("ors")}.items()
+        resume(source, output, {**kept, **expected}, "--overwrite")
+
+
+SLOW = """
+import os, sys, time
+from deepinfer_prep import execute, parallel
+real_write, real_replace = os.pwrite, os.replace
+os.pwrite = lambda *arguments: (time.sleep(0.004), real_write(*arguments))[1]
+os.replace = lambda *arguments: (time.sleep(0.02), real_replace(*arguments))[1]
+parallel.SEGMENT_BYTES = 65536
+execute.COMMIT_BYTES = 262144
+from deepinfer_prep.cli import main
+main(sys.argv[1:])
+"""
+"""The command with writes and renames slowed down, so that there is time to stop it in the middle."""
+
+
+def start(source: Path, output: Path) -> subprocess.Popen[str]:
+    """Start a slow conversion and wait until it writes."""
+    command = [sys.executable, "-c", SLOW, "convert", str(source), str(output), "--quiet", "--workers", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (output / WORKSPACE / "journal").exists():
+        time.sleep(0.005)
+    return process
+
+
+def test_processes_killed_at_random(sample: Path, tmp_path: Path) -> None:
+    run(sample, tmp_path / "expected")
+    expected, output = tree(tmp_path / "expected"), tmp_path / "out"
+    pauses = random.Random(4)
+    killed = 0
+    for _ in range(6):
+        process = start(sample, output)
+        time.sleep(pauses.uniform(0, 0.5))
+        process.kill()
+        killed += process.wait() == -signal.SIGKILL
+        process.communicate()
+        if (output / MANIFEST).exists():
+            break
+        assert published(output).items() <= expected.items()
+    assert killed
+    resume(sample, output, expected)
+    assert verify_checkpoint(output, source=sample).ok
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_is_told_and_leaves_a_run_to_resume(number: int, sample: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    process = start(sample, output)
+    time.sleep(0.1)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130, errors
+    assert errors == (
+        "stopped: interrupted. Nothing unfinished passes for an output; the same command goes on from where this one "
+        "stopped.\n"
+    )
+    assert published(output) == {}
+    assert len((output / WORKSPACE / "journal").read_text().splitlines()) > 1
+    assert convert(sample, output).exit_code == 0
+    run(sample, tmp_path / "expected")
+    assert published(output) == tree(tmp_path / "expected")
