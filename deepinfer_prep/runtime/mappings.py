@@ -30,10 +30,9 @@ class Mappings:
             return ""
         first = np.searchsorted(self.starts, spans.starts, side="right") - 1
         last = np.searchsorted(self.starts, spans.stops - 1, side="right") - 1
-        for index in np.unique(np.concatenate([first, last])).tolist():
-            if index >= 0 and self.problems[index]:
-                return self.problems[index]
-        return ""
+        touched: I64 = np.unique(np.concatenate([first, last]))
+        found = (self.problems[index] for index in touched if index >= 0)
+        return next(filter(None, found), "")
 
 
 def mappings() -> Mappings:
