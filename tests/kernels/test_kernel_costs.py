@@ -1,0 +1,67 @@
+"""The kernels' source keeps the language's rules, and their modelled cost the limits that decided the design."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import deepinfer_prep.kernels
+import pytest
+from kernel_cases import GEMMS, Gemm
+from kernel_cost import V41_FP4, V41_FP8, gemm_model, hyper_connection_models
+from nki_emulator.lint import lint_file
+
+SOURCES = sorted(Path(deepinfer_prep.kernels.__path__[0]).glob("*.py"))
+QUICK = ("wq_a", "wkv", "shared w2", "routed w1, w3", "routed w2")
+"""Weights small enough to model in the suite; scripts/kernel_cost.py does all."""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_source_passes_the_lint(path: Path) -> None:
+    assert lint_file(path) == []
+
+
+def test_lint_sees_every_kernel_module() -> None:
+    names = {path.stem for path in SOURCES}
+    assert {"blockquant", "gemm_fp8", "gemm_fp4", "gemm_block128", "hc_mixes", "tiles", "partial"} <= names
+
+
+def weights_of(gemm: Gemm) -> list[tuple[str, int, int]]:
+    weights = V41_FP4 if gemm.codes_per_byte == 2 else V41_FP8
+    return [(name, n, k) for name, (n, k) in weights.items() if name in QUICK]
+
+
+@pytest.mark.parametrize("m", [1, 4, 16])
+@pytest.mark.parametrize("gemm", GEMMS, ids=lambda gemm: gemm.name)
+def test_decode_stays_near_the_memory_floor_on_two_cores(gemm: Gemm, m: int) -> None:
+    limit = 8.0 if gemm.codes_per_byte == 2 else 3.0
+    for name, n, k in weights_of(gemm):
+        model = gemm_model(gemm, m, n, k)
+        assert model.ratio <= limit, f"{name}: {model.cell()}"
+
+
+def test_decode_of_fp8_weights_is_bound_by_tensor_engine_or_memory() -> None:
+    """With one to four rows nothing touches every weight but TensorE and DMA."""
+    for name, n, k in weights_of(GEMMS[0]):
+        model = gemm_model(GEMMS[0], 1, n, k)
+        assert model.cost.bound_by in ("tensor", "dma", "hbm"), f"{name}: {model.cell()}"
+        assert model.ratio <= 1.3, f"{name}: {model.cell()}"
+
+
+def test_two_cores_halve_the_time() -> None:
+    n, k = V41_FP8["wq_a"]
+    one, two = (gemm_model(GEMMS[0], 16, n, k, cores).cost.bound for cores in (1, 2))
+    assert 1.7 <= one / two <= 2.1
+
+
+def test_weights_are_read_once() -> None:
+    n, k = V41_FP8["wkv"]
+    model = gemm_model(GEMMS[0], 128, n, k)
+    x_and_y = 2 * 128 * (k + n // 2)
+    read = model.cost.slowest.seconds["hbm"] * 2.9e12 / 8
+    assert read <= n * k / 2 * 1.05 + x_and_y
+
+
+def test_hyper_connection_kernels_are_modelled() -> None:
+    models = hyper_connection_models(16)
+    assert set(models) == {"hc_expand", "hc_collapse", "hc_attn_out", "hc_mixes"}
+    assert all(0 < model.cost.bound < 50e-6 for model in models.values())
