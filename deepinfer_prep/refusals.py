@@ -70,15 +70,16 @@ def _unscaled(checkpoint: Checkpoint, layout: Layout, options: Options) -> Itera
 
 
 def _near_misses(checkpoint: Checkpoint, weight: str) -> list[str]:
-    """Names that look like a weight's scale: in its module, else in the module above, else under another prefix."""
+    """Names that look like a weight's scale: in its module, else in one above, else under another prefix."""
     named = [name for name in checkpoint.tensors if name != weight and _SCALE_LIKE.search(name.rpartition(".")[2])]
-    module = weight.rpartition(".")[0]
-    above = module.rpartition(".")[0]
-    tail = ".".join(module.split(".")[-3:])
-    beside = [name for name in named if name.rpartition(".")[0] == module or name.startswith(weight)]
-    parent = [name for name in named if above and name.rpartition(".")[0] == above]
+    parts = weight.split(".")[:-1]
+    found = [name for name in named if name.startswith(weight)]
+    for depth in range(len(parts), max(0, len(parts) - 3), -1):
+        module = ".".join(parts[:depth])
+        found = found or [name for name in named if name.rpartition(".")[0] == module]
+    tail = ".".join(parts[-3:])
     elsewhere = [name for name in named if "." in tail and name.rpartition(".")[0].endswith(tail)]
-    return (beside or parent or elsewhere)[:_MOST_NEAR]
+    return (found or elsewhere)[:_MOST_NEAR]
 
 
 def _foreign_fp8(checkpoint: Checkpoint) -> Iterator[str]:

@@ -1,0 +1,377 @@
+"""Finding scales: what is ambiguous, unknown or contradictory is refused or reported, in any mixture of families."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_files import ONE_F32, SCALE, WEIGHT, Tensor, write_config, write_file
+
+from deepinfer_prep import convert_checkpoint, verify_checkpoint
+from deepinfer_prep.checkpoint import open_checkpoint
+from deepinfer_prep.formats import FAMILIES, read_layout
+from deepinfer_prep.formats.base import Layout
+from deepinfer_prep.options import Options
+from deepinfer_prep.plan import Plan, plan_conversion
+from families.builder import Builder, Package, Style
+from families.raw import read_file
+from families.rules import Blocks, Rows, WholeTensor
+
+F32: Tensor = ("F32", (), ONE_F32)
+GRID: Tensor = ("F32", (1, 1), ONE_F32)
+
+
+def plan_of(
+    folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None, **quantization: Any
+) -> Plan:
+    write_file(folder / "model.safetensors", tensors, metadata)
+    if quantization:
+        write_config(folder, **quantization)
+    return plan_conversion(open_checkpoint(folder), Options())
+
+
+def pairs(plan: Plan) -> dict[str, str]:
+    return {weight.quantized.weight: weight.quantized.scale for weight in plan.weights}
+
+
+def test_every_family_has_a_name_of_its_own() -> None:
+    names = [family.name for family in FAMILIES]
+    assert len(set(names)) == len(names)
+    assert all(family.__class__.__doc__ for family in FAMILIES)
+
+
+def test_a_checkpoint_without_anything_quantized_has_no_family(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", {"l.weight": ("BF16", (4, 4), 1)})
+    assert read_layout(open_checkpoint(tmp_path)) == Layout("unknown")
+
+
+TWO_SCALES = [
+    {"l.weight_scale": F32, "l.weight_scale_inv": F32},
+    {"l.scale": SCALE, "l.weight_scale": F32},
+    {"l.scale": SCALE, "l.weight_scale_inv": F32},
+    {"l.qscale_weight": F32, "l.weight_scale": F32},
+    {"l.scale_weight": F32, "l.weight_scale": F32},
+    {"l.scale": GRID, "l.weight_scale_inv": F32},
+]
+
+
+@pytest.mark.parametrize("scales", TWO_SCALES)
+def test_two_possible_scales_are_refused(tmp_path: Path, scales: dict[str, Tensor]) -> None:
+    plan = plan_of(tmp_path, {"l.weight": WEIGHT, **scales, "k.weight": WEIGHT, "k.scale": SCALE})
+    (message,) = plan.refusals
+    assert message.startswith("1 F8_E4M3 tensors have more than one tensor that could be their scale")
+    assert all(f"`{name.partition('.')[2]}`" in message for name in scales)
+    assert pairs(plan) == {"k.weight": "k.scale"}
+
+
+DIVIDING: list[Tensor] = [
+    F32,
+    ("F32", (1,), ONE_F32),
+    ("F32", (64, 1), ONE_F32 * 64),
+    ("BF16", (64,), b"\x80\x3f" * 64),
+]
+
+
+@pytest.mark.parametrize("scale", DIVIDING)
+def test_a_float_scale_that_may_divide_is_refused(tmp_path: Path, scale: Tensor) -> None:
+    plan = plan_of(tmp_path, {"l.weight": WEIGHT, "l.scale": scale})
+    (message,) = plan.refusals
+    assert "have a float tensor `scale` beside them that may multiply or divide" in message
+    assert "--map '*.weight=*.scale'" in message
+    mapped = plan_conversion(open_checkpoint(tmp_path), Options(maps=("*.weight=*.scale",)))
+    assert (mapped.refusals, pairs(mapped)) == ((), {"l.weight": "l.scale"})
+
+
+def test_a_float_scale_in_the_grid_of_the_stated_blocks_multiplies(tmp_path: Path) -> None:
+    grid: Tensor = ("F32", (4, 2), ONE_F32 * 8)
+    tensors: dict[str, Tensor] = {"l.weight": ("F8_E4M3", (64, 64), 1), "l.scale": grid}
+    assert "may multiply or divide" in plan_of(tmp_path / "a", tensors).refusals[0]
+    plan = plan_of(tmp_path / "b", tensors, weight_block_size=[16, 32])
+    assert plan.refusals == ()
+    assert plan.weights[0].quantized.block == (16, 32)
+
+
+@pytest.mark.parametrize("dtype", ["I32", "I8", "F8_E5M2", "BOOL", "F8_E4M3"])
+def test_a_scale_of_no_scale_dtype_is_refused(tmp_path: Path, dtype: str) -> None:
+    plan = plan_of(
+        tmp_path, {"l.weight": WEIGHT, "l.weight_scale": (dtype, (1, 1), 1 if dtype != "I32" else b"\1\0\0\0")}
+    )
+    assert any(f"have a scale `weight_scale` of dtype {dtype}" in message for message in plan.refusals)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3FNUZ", "F8_E5M2FNUZ"])
+def test_fnuz_is_refused(tmp_path: Path, dtype: str) -> None:
+    plan = plan_of(tmp_path, {"l.weight": (dtype, (64, 64), 1), "l.weight_scale": F32})
+    assert any("fnuz fp8 dtype: 'l.weight'" in message for message in plan.refusals)
+
+
+def test_a_scale_of_halved_and_unhalved_weights_at_once_is_refused(tmp_path: Path) -> None:
+    write_file(
+        tmp_path / "model.safetensors",
+        {"l.weight": ("I8", (64, 32), 1), "l.scale": ("F8_E8M0", (64, 2), 127), "m": WEIGHT},
+    )
+    plan = plan_conversion(open_checkpoint(tmp_path), Options(maps=("m=l.scale",)))
+    assert any("it cannot be doubled for one of them only" in message for message in plan.refusals)
+
+
+@pytest.mark.parametrize("other", ["BF16", "I8", "U8", "F8_E5M2"])
+def test_a_shared_scale_counts_only_where_every_part_is_fp8(tmp_path: Path, other: str) -> None:
+    parts: dict[str, Tensor] = {"t.shards.0.weight": WEIGHT, "t.weight_scale": F32}
+    assert pairs(plan_of(tmp_path / "a", parts)) == {"t.shards.0.weight": "t.weight_scale"}
+    plan = plan_of(tmp_path / "b", {**parts, "t.shards.1.weight": (other, (4, 4), 1)})
+    assert pairs(plan) == {}
+    assert "look like a scale: t.weight_scale" in plan.refusals[0]
+
+
+def test_a_shared_scale_has_to_be_one_value(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {"t.shard_0.weight": WEIGHT, "t.weight_scale": ("F32", (64, 1), ONE_F32 * 64)})
+    assert pairs(plan) == {}
+
+
+def test_a_table_with_scales_of_both_kinds_is_refused(tmp_path: Path) -> None:
+    tensors = {"t.shards.0.weight": WEIGHT, "t.shards.0.weight_scale": F32, "t.weight_scale": F32}
+    assert "more than one tensor that could be their scale" in plan_of(tmp_path, tensors).refusals[0]
+
+
+def test_a_scale_named_like_its_weight_in_a_hyper_connection_is_left_alone(tmp_path: Path) -> None:
+    """A rename of `.scale` that also caught a hyper-connection's."""
+    tensors: dict[str, Tensor] = {
+        "l.weight": WEIGHT,
+        "l.weight_scale_inv": SCALE,
+        "attn_hc.weight_scale_inv": ("F32", (3,), ONE_F32 * 3),
+        "attn_hc.scale": ("F32", (3,), ONE_F32 * 3),
+        "norm.scale": ("BF16", (64,), 1),
+    }
+    plan = plan_of(tmp_path, tensors)
+    assert plan.refusals == ()
+    assert set(plan.operations) == {"l.weight", "l.weight_scale_inv"}
+
+
+@pytest.mark.parametrize("name", ["input_scale_ub", "weight_scale_2", "attn_scale", "logit_scale", "input_scales"])
+def test_other_tensors_with_scale_in_their_name_are_left_alone(tmp_path: Path, name: str) -> None:
+    plan = plan_of(tmp_path, {"l.weight": WEIGHT, "l.weight_scale": F32, f"l.{name}": F32})
+    assert set(plan.operations) == {"l.weight", "l.weight_scale"}
+    assert plan.activation_scales == ()
+
+
+def torchao_metadata(kind: str, data: Any = None) -> dict[str, str]:
+    parts = {"_type": kind, "_data": data, "_tensor_data_names": ["qdata", "scale"]}
+    return {"format": "pt", "l.weight": json.dumps(parts), "tensor_names": '["l.weight"]'}
+
+
+def test_torchao_types_that_are_not_known_to_multiply_are_refused(tmp_path: Path) -> None:
+    tensors: dict[str, Tensor] = {"l._weight_qdata": WEIGHT, "l._weight_scale": F32}
+    plan = plan_of(tmp_path, tensors, torchao_metadata("Float8TrainingTensor"))
+    assert "belong to a torchao Float8TrainingTensor" in plan.refusals[0]
+
+
+def test_torchao_without_a_scale_or_with_fp8_scales_is_refused(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "a", {"l._weight_qdata": WEIGHT}, torchao_metadata("Float8Tensor"))
+    assert "belong to a torchao Float8Tensor without a scale" in plan.refusals[0]
+    tensors: dict[str, Tensor] = {"l._weight_qdata": ("U8", (64, 32), 1), "l._weight_scale": ("F8_E4M3", (64, 4), 1)}
+    plan = plan_of(tmp_path / "b", tensors, torchao_metadata("NVFP4Tensor"))
+    assert "are parts of a torchao NVFP4Tensor other than its values" in plan.refusals[0]
+
+
+@pytest.mark.parametrize("metadata", [None, {"tensor_names": "not json"}, {"tensor_names": "[]", "l.weight": "[1"}])
+def test_torchao_names_without_its_metadata_are_refused(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    plan = plan_of(tmp_path, {"l._weight_qdata": WEIGHT, "l._weight_scale": F32}, metadata)
+    assert "have no scale: 'l._weight_qdata'" in plan.refusals[0]
+    assert "l._weight_scale" in plan.refusals[0]
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, **weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+def quark(**scheme: Any) -> dict[str, Any]:
+    return {"quant_method": "quark", "global_quant_config": {"weight": scheme}}
+
+
+ROWS_64: Tensor = ("F32", (64, 1), ONE_F32 * 64)
+DISAGREEING: list[tuple[dict[str, Any], Tensor, str]] = [
+    (compressed(strategy="tensor"), ROWS_64, "the config says one value, but the scale has the shape [64, 1]"),
+    (compressed(strategy="channel"), F32, "the config says one value a row, but the scale has the shape []"),
+    (
+        compressed(strategy="block", block_structure=[32, 32]),
+        GRID,
+        "blocks of 32x32 are stated and give a grid of [2, 2]",
+    ),
+    (compressed(strategy="group", group_size=32), ROWS_64, "blocks of 1x32 are stated and give a grid of [64, 2]"),
+    (compressed(strategy="spiral"), F32, "the config's strategy 'spiral' is not one of"),
+    (compressed(strategy="block", block_structure=[0, 32]), GRID, "the config's strategy 'block' is not one of"),
+    ({"quant_method": "compressed-tensors"}, F32, "the config does not say which of its schemes covers this weight"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, ROWS_64, "quant_algo 'FP8' does not explain a scale"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, ROWS_64, "blocks of 128x128 are stated"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8"}, F32, "quant_algo 'W4A8' does not explain a scale"),
+    (quark(qscheme="per_tensor"), ROWS_64, "the config says one value, but"),
+    (quark(qscheme="per_channel", ch_axis=0), F32, "the config says one value a row, but"),
+    (quark(qscheme="per_channel", ch_axis=1), ROWS_64, "the config's qscheme 'per_channel' does not say"),
+    (quark(qscheme="per_group", group_size=32), ROWS_64, "blocks of 1x32 are stated"),
+    ({"quant_method": "fbgemm_fp8"}, F32, "the format has one scale a row, but the scale has the shape []"),
+    (
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        ("F32", (3, 2), ONE_F32 * 6),
+        "blocks of 32x32 are stated",
+    ),
+    ({"quant_method": "fp8", "weight_block_size": "32"}, ("F32", (2, 2), ONE_F32 * 4), "nothing states the block size"),
+]
+
+
+@pytest.mark.parametrize(("config", "scale", "problem"), DISAGREEING)
+def test_config_and_grid_that_disagree_are_reported_and_converted(
+    tmp_path: Path, config: dict[str, Any], scale: Tensor, problem: str
+) -> None:
+    """Every scale value is a power of two here, so that nothing but the disagreement stands against a kernel scale."""
+    plan = plan_of(tmp_path, {"l.weight": WEIGHT, "l.weight_scale": scale}, **config)
+    assert plan.refusals == ()
+    assert set(plan.operations) == {"l.weight", "l.weight_scale"}
+    (weight,) = plan.weights
+    assert weight.quantized.block is None
+    assert problem in weight.kernel_scale.reason
+    assert any(problem in warning and "l.weight" in warning for warning in plan.warnings)
+
+
+BLOCKS: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, int] | None]] = [
+    ("one value", (96, 64), (), (96, 64)),
+    ("one value", (96, 64), (1,), (96, 64)),
+    ("one value", (96, 64), (1, 1), (96, 64)),
+    ("one value a row", (96, 64), (96, 1), (1, 64)),
+    ("one value a row, flat", (96, 64), (96,), (1, 64)),
+    ("rows or columns", (64, 64), (64,), None),
+    ("one value a column", (96, 64), (64,), None),
+    ("one value a column", (96, 64), (1, 64), None),
+    ("a row of a stack", (3, 96, 64), (3, 96, 1), (1, 64)),
+    ("a matrix of a stack", (3, 96, 64), (3, 1, 1), (96, 64)),
+    ("a stack without its matrices", (3, 96, 64), (3,), None),
+    ("a vector", (96,), (), None),
+    ("a vector", (96,), (96,), None),
+    ("a scalar", (), (), None),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "scale_shape", "block"), BLOCKS)
+def test_shapes_that_can_mean_one_thing_only_need_no_config(
+    tmp_path: Path, kind: str, shape: tuple[int, ...], scale_shape: tuple[int, ...], block: tuple[int, int] | None
+) -> None:
+    count = int(np.prod(scale_shape, dtype=int))
+    scale: Tensor = ("F32", scale_shape, ONE_F32 * count)
+    plan = plan_of(tmp_path, {"l.weight": ("F8_E4M3", shape, 1), "l.weight_scale": scale})
+    assert plan.refusals == ()
+    assert plan.weights[0].quantized.block == block, kind
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model.", "transformer."])
+@pytest.mark.parametrize(("last", "scale"), [("scale", SCALE), ("weight_scale_inv", F32), ("qscale_weight", F32)])
+def test_prefixes_make_no_difference(tmp_path: Path, prefix: str, last: str, scale: Tensor) -> None:
+    plan = plan_of(tmp_path, {f"{prefix}layers.0.q.weight": WEIGHT, f"{prefix}layers.0.q.{last}": scale})
+    assert pairs(plan) == {f"{prefix}layers.0.q.weight": f"{prefix}layers.0.q.{last}"}
+
+
+@pytest.mark.parametrize(
+    "name", ["weight", "é.weight", "a b.weight", "..weight", ".weight", "a\n.weight", "../../x.weight"]
+)
+def test_unusual_names_are_paired_like_others(tmp_path: Path, name: str) -> None:
+    plan = plan_of(tmp_path, {name: WEIGHT, name + "_scale": F32})
+    assert (plan.refusals, pairs(plan)) == ((), {name: name + "_scale"})
+
+
+def test_a_config_with_patterns_that_are_no_regular_expressions_is_no_crash(tmp_path: Path) -> None:
+    config = compressed(strategy="tensor")
+    config["config_groups"]["group_0"]["targets"] = ["re:[", 5, None]
+    plan = plan_of(tmp_path, {"l.weight": WEIGHT, "l.weight_scale": F32}, **config)
+    assert plan.refusals == ()
+
+
+HOSTILE_CONFIGS: list[dict[str, Any]] = [
+    {"quant_method": ["fp8"], "weight_block_size": {"a": 1}, "scale_fmt": 5},
+    {"quant_method": "compressed-tensors", "config_groups": [1, 2]},
+    {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": 3}}, "kv_cache_scheme": 7},
+    {"quant_method": "modelopt", "quant_algo": {"x": 1}},
+    {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": ["l"]},
+    {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"l": 4}},
+    {"quant_method": "quark", "global_quant_config": [], "layer_quant_config": {"*": None}},
+    {"quant_method": "quark", "global_quant_config": {"weight": [{}, {}]}},
+    {"quant_method": "fp8", "weight_block_size": [True, 32]},
+    {"quant_method": "fp8", "weight_block_size": [-1, 0]},
+]
+
+
+@pytest.mark.parametrize("config", HOSTILE_CONFIGS)
+def test_configs_of_any_shape_are_no_crash(tmp_path: Path, config: dict[str, Any]) -> None:
+    plan = plan_of(tmp_path, {"l.weight": WEIGHT, "l.weight_scale": F32, "l.input_scale": F32}, **config)
+    assert pairs(plan) == {"l.weight": "l.weight_scale"}
+
+
+Fill = Callable[[Builder, int], None]
+
+POWER = Style(".weight_scale_inv", Blocks(32, 32), power_of_two=True)
+PARTS: dict[str, Fill] = {
+    "v4": lambda b, i: b.fp8(f"layers.{i}.attn.wq", 70, 96, style=Style(".scale", Blocks(32, 32), "F8_E8M0")),
+    "fp4": lambda b, i: b.fp4(f"layers.{i}.ffn.experts.0.w1", 64, 64),
+    "inverse": lambda b, i: b.fp8(f"model.layers.{i}.q_proj", 70, 96, style=POWER),
+    "rows": lambda b, i: b.fp8(f"model.layers.{i}.k_proj", 33, 40, style=Style(".weight_scale", Rows(), "BF16")),
+    "tensor": lambda b, i: b.fp8(
+        f"model.layers.{i}.v_proj", 33, 40, style=Style(".weight_scale", WholeTensor(), "F16")
+    ),
+    "mistral": lambda b, i: b.fp8(f"layers.{i}.wo", 33, 40, style=Style(".qscale_weight", WholeTensor(), "BF16")),
+    "comfy": lambda b, i: b.fp8(f"blocks.{i}.mlp", 33, 40, style=Style(".scale_weight", WholeTensor())),
+    "shared": lambda b, i: b.fp8_shared(
+        [f"table{i}.shards.{n}.weight" for n in range(3)],
+        f"table{i}.weight_scale",
+        9,
+        16,
+        style=Style("", WholeTensor(), "BF16"),
+    ),
+    "stacked": lambda b, i: b.fp8(
+        f"layers.{i}.experts.up", 2, 40, 64, style=Style("_scale_inv", Blocks(32, 32), weight_suffix="")
+    ),
+    "plain": lambda b, i: [b.plain(dtype, f"p{i}.{dtype}.weight", 5, 7) for dtype in ("BF16", "F32", "F16")] and None,
+    "integers": lambda b, i: b.integers("I32", f"q{i}.weight_packed", 99, 4, 4) and None,
+    "static": lambda b, i: b.activation_scale(f"layers.{i}.k_scale"),
+}
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    parts=st.lists(st.sampled_from(sorted(PARTS)), min_size=1, max_size=8),
+    shards=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+)
+def test_any_mixture_of_families_over_any_shards(parts: list[str], shards: int, seed: int) -> None:
+    """Each fp8 weight is halved once, each scale doubled once, whatever else lies in the checkpoint and wherever."""
+    with tempfile.TemporaryDirectory() as folder:
+        builder = Builder("mixture", seed)
+        for position, part in enumerate(parts):
+            PARTS[part](builder, position)
+        files = tuple(f"s{number}.safetensors" for number in range(min(shards, len(builder.tensors))))
+        package = Package({"quantization_config": {"weight_block_size": [32, 32]}}, files, scatter=True)
+        layout = builder.finish(Path(folder) / "source", package)
+        output = Path(folder) / "output"
+        convert_checkpoint(layout.folder, output, workers=1)
+        before, after = layout.read(), layout.read(output)
+        weights, scales = {weight.name for weight in layout.weights}, set(layout.scales)
+        for name, stored in before.items():
+            if name in weights:
+                halved = (stored.array.astype(np.float32) / 2).astype(ml_dtypes.float8_e4m3fn)
+                assert after[name].data == halved.tobytes(), name
+            elif name in scales:
+                np.testing.assert_array_equal(after[name].values, 2 * stored.values, name)
+            else:
+                assert after[name] == stored, name
+        assert verify_checkpoint(output, source=layout.folder, workers=1).first == ()
+
+
+def test_one_file_alone_is_a_checkpoint(tmp_path: Path) -> None:
+    write_file(tmp_path / "one.safetensors", {"l.weight": WEIGHT, "l.scale": SCALE})
+    convert_checkpoint(tmp_path / "one.safetensors", tmp_path / "output")
+    assert set(read_file(tmp_path / "output" / "one.safetensors")["l.scale"].data) == {128}
