@@ -115,8 +115,6 @@ class Call:
         """The rules of a compute engine's access patterns, for every operand taken so far."""
         for role, tensor in self._sources + self._destinations:
             count, start = tensor.shape[0], tensor.partition
-            if count > hardware.PARTITIONS:
-                self.refuse(rules.PARTITION_COUNT, role, f"{count} partitions")
             step = 128 if count > 64 else 64 if count > 32 else 32
             if start % step:
                 self.refuse(rules.PARTITION_START, role, f"{count} partitions starting at {start}")

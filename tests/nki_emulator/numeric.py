@@ -98,7 +98,7 @@ def constant_f32(value: Any, op: str, role: str) -> np.float32:
 def constant_int(value: Any, dtype: DType, op: str, role: str) -> Array:
     """A compile-time constant of a bitvec operator: an int that the tile's type holds."""
     if isinstance(value, bool) or not isinstance(value, int):
-        refuse(rules.BITVEC, op, role, f"{value!r} is not an integer constant")
+        refuse(rules.BITVEC, op, role, f"{type(value).__name__}: only integer constants are documented")
     limits = np.iinfo(dtype.numpy)
     high = min(int(limits.max), hardware.INT32_MAX)
     if not int(limits.min) <= value <= high:

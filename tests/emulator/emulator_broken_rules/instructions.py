@@ -230,3 +230,82 @@ def pattern_moved_beyond_the_row() -> None:
     pattern = [[8, P], [1, 4]]
     source = tile((P, 4, 2)).ap(pattern=pattern, scalar_offset=nisa.register_alloc(3), indirect_dim=1)
     nisa.tensor_copy(dst=empty((P, 4)), src=source)
+
+
+@breaks(rules.OPERAND_KIND, "tensor_tensor", "op")
+def operator_as_string() -> None:
+    nisa.tensor_tensor(dst=tile((P, 4)), data1=tile((P, 4)), data2=tile((P, 4)), op="add")
+
+
+@breaks(rules.OP_CLASS, "tensor_tensor", "op")
+def unary_operator_of_two_tensors() -> None:
+    nisa.tensor_tensor(dst=tile((P, 4)), data1=tile((P, 4)), data2=tile((P, 4)), op=nl.abs)
+
+
+@breaks(rules.OP_CLASS, "affine_select", "cmp_op")
+def selection_by_sum() -> None:
+    t = tile((P, 4))
+    nisa.affine_select(dst=t, pattern=[[1, 4]], channel_multiplier=0, on_true_tile=t, on_false_value=0.0, cmp_op=nl.add)
+
+
+@breaks(rules.OP_CLASS, "tensor_scalar_reduce", "op0")
+def bitvec_in_tensor_scalar_reduce() -> None:
+    t, s = tile((P, 4), nl.int32), empty((P, 1))
+    nisa.tensor_scalar_reduce(dst=t, data=t, op0=nl.bitwise_and, operand0=1, reduce_op=nl.add, reduce_res=s)
+
+
+@breaks(rules.ENGINE, "tensor_scalar", "op0")
+def rsqrt_with_a_second_operator() -> None:
+    t = tile((P, 4))
+    nisa.tensor_scalar(dst=t, data=t, op0=nl.rsqrt, operand0=0.0, op1=nl.add, operand1=1.0)
+
+
+@breaks(rules.NOT_MODELLED, "tensor_scalar_reduce", "reduce_cmd")
+def reduction_on_earlier_registers() -> None:
+    t, s, cmd = tile((P, 4)), empty((P, 1)), nisa.reduce_cmd.reduce
+    nisa.tensor_scalar_reduce(dst=t, data=t, op0=nl.abs, operand0=0.0, reduce_op=nl.add, reduce_res=s, reduce_cmd=cmd)
+
+
+@breaks(rules.NOT_MODELLED, "select_reduce", "reduce_res")
+def reducing_select() -> None:
+    t, mask = tile((P, 4)), tile((P, 4), nl.uint8)
+    nisa.select_reduce(dst=t, predicate=mask, on_true=t, on_false=0.0, reduce_res=empty((P, 1)))
+
+
+@breaks(rules.SAME_SHAPE, "tensor_scalar_reduce", "reduce_res")
+def wide_reduction_result() -> None:
+    t = tile((P, 4))
+    nisa.tensor_scalar_reduce(dst=t, data=t, op0=nl.abs, operand0=0.0, reduce_op=nl.add, reduce_res=empty((P, 2)))
+
+
+@breaks(rules.SAME_SHAPE, "activation", "reduce_res")
+def wide_activation_sum() -> None:
+    t, cmd = tile((P, 4)), nisa.reduce_cmd.reset_reduce
+    nisa.activation(dst=t, op=nl.copy, data=t, reduce_op=nl.add, reduce_res=empty((P, 2)), reduce_cmd=cmd)
+
+
+@breaks(rules.ENUMS, "activation", "reduce_cmd")
+def command_as_string() -> None:
+    nisa.activation(dst=tile((P, 4)), op=nl.copy, data=tile((P, 4)), reduce_cmd="reset")
+
+
+@breaks(rules.REDUCE_CMD, "activation", "reduce_cmd")
+def command_of_another_engine() -> None:
+    nisa.activation(dst=tile((P, 4)), op=nl.copy, data=tile((P, 4)), reduce_cmd=nisa.reduce_cmd.load_reduce)
+
+
+@breaks(rules.BITVEC, "tensor_reduce", "data")
+def negated_bit_reduction() -> None:
+    t = tile((P, 4), nl.int32)
+    nisa.tensor_reduce(dst=empty((P, 1), nl.int32), op=nl.bitwise_or, data=t, axis=1, negate=True)
+
+
+@breaks(rules.NOT_MODELLED, "dma_copy", "oob_mode")
+def skipping_dma() -> None:
+    nisa.dma_copy(dst=empty((P, 4)), src=tile((P, 4)), oob_mode=nisa.oob_mode.skip)
+
+
+@breaks(rules.NOT_MODELLED, "dma_transpose", "dge_mode")
+def hardware_dma_transpose() -> None:
+    source = tile((16, P), nl.bfloat16)
+    nisa.dma_transpose(dst=empty((P, 16), nl.bfloat16), src=source, dge_mode=nisa.dge_mode.hwdge)

@@ -133,3 +133,38 @@ def packed_fp8_transpose_by_matmul() -> None:
 def wrong_onezero_hint() -> None:
     out, t = empty((4, 4), buffer=nl.psum), tile((4, 4), value=2.0)
     nisa.nc_matmul(dst=out, stationary=t, moving=t, is_moving_onezero=True)
+
+
+@breaks(rules.SHUFFLE_MASK, "nc_stream_shuffle", "shuffle_mask")
+def mask_beyond_the_partitions() -> None:
+    nisa.nc_stream_shuffle(dst=empty((16, 4)), src=tile((16, 4)), shuffle_mask=[20] * 32)
+
+
+@breaks(rules.ENUMS, "nc_matmul", "perf_mode")
+def perf_mode_as_string() -> None:
+    out, t = empty((4, 4), buffer=nl.psum), tile((4, 4))
+    nisa.nc_matmul(dst=out, stationary=t, moving=t, perf_mode="double_row")
+
+
+@breaks(rules.MATMUL_DOUBLE_ROW, "nc_matmul", "perf_mode")
+def tiled_double_row() -> None:
+    out, codes = empty((4, 4), buffer=nl.psum), tile((P, 2, 4), nl.uint8).view(nl.float8_e4m3)
+    mode = nisa.matmul_perf_mode.double_row
+    nisa.nc_matmul(dst=out, stationary=codes, moving=codes, perf_mode=mode, tile_position=(0, 0), tile_size=(128, 128))
+
+
+@breaks(rules.MATMUL_TILING, "nc_matmul", "tile_position")
+def tile_position_between_tiles() -> None:
+    out, t = empty((4, 4), buffer=nl.psum), tile((32, 4))
+    nisa.nc_matmul(dst=out, stationary=t, moving=t, tile_position=(16, 0), tile_size=(32, 128))
+
+
+@breaks(rules.OPERAND_KIND, "nc_matmul", "accumulate")
+def accumulate_as_string() -> None:
+    out, t = empty((4, 4), buffer=nl.psum), tile((4, 4))
+    nisa.nc_matmul(dst=out, stationary=t, moving=t, accumulate="no")
+
+
+@breaks(rules.TRANSPOSE, "nc_transpose", "data")
+def tensor_engine_transpose_into_sbuf() -> None:
+    nisa.nc_transpose(dst=empty((P, 64)), data=tile((64, P)))

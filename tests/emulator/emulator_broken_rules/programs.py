@@ -7,9 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from emulator_support import empty, execute, store, tile
+from nki_emulator import Options, TensorSpec, rules
 from nki_emulator import isa as nisa
 from nki_emulator import language as nl
-from nki_emulator import rules
 from nki_emulator.jit import jit
 
 from . import breaks, breaks_launch
@@ -149,3 +149,28 @@ def kernel_calls_a_kernel() -> None:
 @breaks(rules.SHARED_NAME, "kernel")
 def nameless_shared_scratch() -> None:
     nl.ndarray((4, 4), dtype=nl.float32, buffer=nl.shared_hbm)
+
+
+@breaks_launch(rules.NOT_MODELLED, "nki.jit")
+def options_of_jit() -> None:
+    jit(mode="trace")
+
+
+@breaks_launch(rules.DTYPE, "kernel", "a")
+def specification_of_an_unknown_type() -> None:
+    execute(lambda a: None, TensorSpec((4, 4), "float64"), options=Options(arithmetic=False))
+
+
+@breaks_launch(rules.CONSTANT, "kernel", "a")
+def wide_integer_argument() -> None:
+    execute(lambda a: None, 2**31)
+
+
+@breaks(rules.RESULT, "kernel", "result 0")
+def number_as_a_result() -> Any:
+    return 1
+
+
+@breaks(rules.GRID, "nl.num_programs", "axes")
+def size_of_a_second_grid_axis() -> None:
+    nl.num_programs(1)

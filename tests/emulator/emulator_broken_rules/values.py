@@ -71,3 +71,45 @@ def rsqrt_of_zero() -> None:
 @breaks(rules.ACTIVATION_RANGE, "activation", "data")
 def reciprocal_of_a_tiny_number() -> None:
     nisa.activation(dst=empty((P, 4)), op=nl.reciprocal, data=tile((P, 4), value=-(2.0**-43)))
+
+
+@breaks(rules.VALUE_INT, "tensor_scalar", "operand0")
+def integer_constant_beyond_fp32() -> None:
+    nisa.tensor_scalar(dst=tile((P, 4)), data=tile((P, 4)), op0=nl.add, operand0=2**24 + 1)
+
+
+@breaks(rules.CONSTANT, "tensor_scalar", "operand0")
+def float_constant_beyond_fp32() -> None:
+    nisa.tensor_scalar(dst=tile((P, 4)), data=tile((P, 4)), op0=nl.add, operand0=1e39)
+
+
+@breaks(rules.BITVEC, "tensor_scalar", "operand0")
+def float_mask() -> None:
+    t = tile((P, 4), nl.int32)
+    nisa.tensor_scalar(dst=t, data=t, op0=nl.bitwise_and, operand0=7.0)
+
+
+@breaks(rules.IOTA_PATTERN, "iota", "pattern")
+def iota_beyond_int32() -> None:
+    nisa.iota(dst=empty((P, 4), nl.int32), pattern=[[2**30, 4]])
+
+
+@breaks(rules.VALUE_INT, "iota", "dst")
+def iota_beyond_fp32() -> None:
+    nisa.iota(dst=empty((P, 4)), pattern=[[1, 4]], offset=2**24)
+
+
+@breaks(rules.CONSTANT, "iota", "dst")
+def iota_beyond_its_type() -> None:
+    nisa.iota(dst=empty((P, 4), nl.uint8), pattern=[[100, 4]])
+
+
+@breaks(rules.CONSTANT, "affine_select", "on_false_value")
+def integer_where_a_float_is_needed() -> None:
+    t = tile((P, 4))
+    nisa.affine_select(dst=t, pattern=[[1, 4]], channel_multiplier=0, on_true_tile=t, on_false_value=0)
+
+
+@breaks(rules.REGISTER, "register_alloc", "x")
+def wide_register_constant() -> None:
+    nisa.register_alloc(2**31)

@@ -193,3 +193,105 @@ def shifted_dma_in_place() -> None:
 def four_free_dimensions() -> None:
     source = tile((P, 2, 3)).expand_dim(2).broadcast(2, 2).expand_dim(4).broadcast(4, 2)
     nisa.tensor_copy(dst=empty((P, 2, 2, 3, 2)), src=source)
+
+
+@breaks(rules.UNWRITTEN_READ, "tensor_copy", "offset")
+def offset_that_nobody_wrote() -> None:
+    view = tile((P, 4, 2)).select(1, empty((1, 1), nl.int32))
+    nisa.tensor_copy(dst=empty((P, 2)), src=view)
+
+
+@breaks(rules.DYNAMIC_OFFSET, "tensor_copy", "offset")
+def dynamic_offset_beyond_the_view() -> None:
+    view = tile((P, 4, 2))[:, 0:2].select(1, nisa.register_alloc(2))
+    nisa.tensor_copy(dst=empty((P, 2)), src=view)
+
+
+@breaks(rules.DYNAMIC_OFFSET, "tensor", "offset")
+def offset_of_another_kind() -> None:
+    tile((P, 4, 2)).select(1, "0")
+
+
+@breaks(rules.DYNAMIC_OFFSET, "tensor.ap", "indirect_dim")
+def dynamic_partition() -> None:
+    tile((P, 4)).ap(pattern=[[4, 32], [1, 4]], scalar_offset=nisa.register_alloc(0), indirect_dim=0)
+
+
+@breaks(rules.INDEX_KIND, "tensor[...]")
+def three_indices_of_two_dimensions() -> None:
+    tile((P, 4))[0:P, 0, 0]
+
+
+@breaks(rules.INDEX_KIND, "tensor[...]")
+def float_slice() -> None:
+    tile((P, 4))[:, 0:2.0]
+
+
+@breaks(rules.VIEW, "tensor.expand_dim")
+def dimension_beyond_the_rank() -> None:
+    tile((P, 4)).expand_dim(4)
+
+
+@breaks(rules.VIEW, "tensor.slice")
+def slice_of_a_missing_dimension() -> None:
+    tile((P, 4)).slice(2, 0, 1)
+
+
+@breaks(rules.VIEW, "tensor.select")
+def selection_of_a_missing_dimension() -> None:
+    tile((P, 4)).select(2, 0)
+
+
+@breaks(rules.VIEW, "tensor.view")
+def view_after_a_dynamic_select() -> None:
+    tile((P, 4, 2)).select(1, nisa.register_alloc(0)).view(nl.bfloat16)
+
+
+@breaks(rules.VIEW, "tensor.permute")
+def permutation_with_a_repetition() -> None:
+    tile((P, 4, 2)).permute((0, 1, 1))
+
+
+@breaks(rules.VIEW, "tensor.squeeze_dim")
+def squeeze_of_a_full_dimension() -> None:
+    tile((P, 4, 2)).squeeze_dim(1)
+
+
+@breaks(rules.VIEW, "tensor.squeeze_dim")
+def squeeze_of_the_only_free_dimension() -> None:
+    tile((P, 1)).squeeze_dim(1)
+
+
+@breaks(rules.VIEW, "tensor.reshape_dim")
+def split_into_another_count() -> None:
+    tile((P, 4)).reshape_dim(1, (2, 3))
+
+
+@breaks(rules.VIEW, "tensor.flatten_dims")
+def flattening_of_permuted_dimensions() -> None:
+    tile((P, 4, 2)).permute((0, 2, 1)).flatten_dims(1, 2)
+
+
+@breaks(rules.VIEW, "tensor.flatten_dims")
+def flattening_backwards() -> None:
+    tile((P, 4, 2)).flatten_dims(2, 1)
+
+
+@breaks(rules.VIEW, "tensor.ap")
+def pattern_with_a_negative_stride() -> None:
+    tile((P, 4)).ap(pattern=[[4, P], [-1, 4]], offset=3)
+
+
+@breaks_launch(rules.VIEW, "tensor.ap")
+def pattern_of_an_element_that_does_not_fit() -> None:
+    execute(lambda a: a.ap(pattern=[[1, 1]], dtype=nl.float32), np.zeros((3, 2), np.uint8))
+
+
+@breaks(rules.NOT_MODELLED, "tensor.ap", "vector_offset")
+def gather() -> None:
+    tile((P, 4)).ap(pattern=[[4, P], [1, 4]], vector_offset=tile((P, 1), nl.int32))
+
+
+@breaks(rules.TRN2_ONLY, "tensor.ap")
+def pattern_of_fn_codes() -> None:
+    tile((P, 4), nl.uint8).ap(pattern=[[4, P], [1, 4]], dtype=nl.float8_e4m3fn)

@@ -105,8 +105,6 @@ def scalar_operand(
             call.refuse(rules.UNARY, role, f"{value!r} for nl.{alu}")
         return None
     if is_bitvec(alu):
-        if isinstance(value, Tensor):
-            call.refuse(rules.BITVEC, role, "a tile: only constants are documented")
         if not data.dtype.is_int:
             call.refuse(rules.BITVEC, "data", f"{data.dtype} for nl.{alu}")
         constant = constant_int(value, data.dtype, call.op, role)
