@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from deepinfer_prep.runtime.backend.formats import carried
+from deepinfer_prep.runtime.backend.formats import CARRIER, carried
 from deepinfer_prep.runtime.backend.scope import Scope, as_bytes
 from deepinfer_prep.runtime.backend.values import logical_value, refuse
 
@@ -32,10 +32,10 @@ class InputView:
         """The contiguous tensor that is handed over: bytes for fp8, always on the same storage."""
         tensor = as_bytes(tensor)
         if self.permutation is not None:
-            return tensor.permute(self.permutation)
-        if self.span is not None:
-            return tensor.as_strided((self.span,), (1,))
-        return tensor
+            tensor = tensor.permute(self.permutation)
+        elif self.span is not None:
+            tensor = tensor.as_strided((self.span,), (1,))
+        return tensor.detach() if tensor.dtype is CARRIER else tensor
 
     def restore(self, scope: Scope, node: Node) -> Node:
         """The node that has the input's own shape and strides again."""
@@ -105,18 +105,9 @@ def _hides_fp8(value: Tensor) -> bool:
     return carried(value) is not None or any(carried(part) is not None or _hides_fp8(part) for part in parts)
 
 
-def lower_examples(
-    views: Sequence[InputView | None], example_inputs: Sequence[Any], fake_mode: FakeTensorMode
-) -> list[Any]:
-    """Example inputs for AOT: fake tensors of its own mode, with static shapes, lowered.
-
-    They are made from the tensors of the call that is being compiled, because a fake mode keeps track of
-    which of those share storage; fresh fake tensors would hide it.
-    """
-    return [
-        example if view is None else view.lower(fake_mode.from_tensor(example, static_shapes=True))
-        for view, example in zip(views, example_inputs, strict=True)
-    ]
+def lower_all(views: Sequence[InputView | None], args: Sequence[Any]) -> list[Any]:
+    """What is handed over for the arguments of a call."""
+    return [arg if view is None else view.lower(arg) for arg, view in zip(args, views, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -158,8 +149,7 @@ def wrap(
     """A callable that takes and returns what the program does, around one that takes and returns bytes."""
 
     def run(*args: Any) -> tuple[Any, ...]:
-        lowered = [arg if view is None else view.lower(arg) for arg, view in zip(args, inputs, strict=True)]
-        results = compiled(*lowered)
+        results = compiled(*lower_all(inputs, args))
         return tuple(_restore(result, view, args) for result, view in zip(results, outputs, strict=True))
 
     return run

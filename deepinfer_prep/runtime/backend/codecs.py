@@ -77,7 +77,7 @@ def encode_e4m3fn(values: Tensor) -> Tensor:
 
     Beyond 448, infinity included, the result is +-448; NaN gives 0x7F or 0xFF; signs are kept, those of
     zero and NaN too. Types other than float32 are converted to it first, as torch's own cast does.
-    values: any shape and numeric type. Returns uint8. 28 aten operations, 29 from other float types.
+    values: any shape and numeric type. Returns uint8. 29 aten operations, 30 from other float types.
     """
     values = values.to(torch.float32)
     limited = torch.clamp(values, -E4M3FN_MAX, E4M3FN_MAX)
@@ -90,7 +90,9 @@ def encode_e4m3fn(values: Tensor) -> Tensor:
     lowest = BIAS - 6
     code = torch.add(steps, exponent, alpha=8) - 8.0 * lowest
     code = code.masked_fill(values != values, E4M3FN_NAN)
-    return torch.add(code.to(torch.int32), negative, alpha=SIGN).to(torch.uint8)
+    code = code.to(torch.int32)
+    # `negative` comes first and decides the strides, which masked_fill does not keep.
+    return torch.where(negative, code + SIGN, code).to(torch.uint8)
 
 
 def decode_e8m0(codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,8 +17,12 @@ _VALUE_KEYS = frozenset({"example_value", "val", "tensor_meta"})
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The uint8 view of an fp8 tensor on the same storage; any other tensor itself."""
-    return tensor.detach().view(CARRIER) if carried(tensor) is not None else tensor
+    """The uint8 view of an fp8 tensor on the same storage; any other tensor itself.
+
+    Detached, so that it is nobody's view: where inputs share storage, AOT asks either all of them or none for
+    the tensor that they are views of.
+    """
+    return tensor.view(CARRIER).detach() if carried(tensor) is not None else tensor
 
 
 class Scope:
