@@ -73,12 +73,15 @@ def _near_misses(checkpoint: Checkpoint, weight: str) -> list[str]:
     """Names that look like a weight's scale: in its module, else in one above, else under another prefix."""
     named = [name for name in checkpoint.tensors if name != weight and _SCALE_LIKE.search(name.rpartition(".")[2])]
     parts = weight.split(".")[:-1]
-    found = [name for name in named if name.startswith(weight)]
-    for depth in range(len(parts), max(0, len(parts) - 3), -1):
-        module = ".".join(parts[:depth])
-        found = found or [name for name in named if name.rpartition(".")[0] == module]
+    module = ".".join(parts)
+    found = [name for name in named if name.rpartition(".")[0] == module or name.startswith(weight)]
+    # What lies above or elsewhere has to name a weight: modules above have scales of many other things.
+    of_weights = [name for name in named if "weight" in name.rpartition(".")[2]]
+    for depth in (len(parts) - 1, len(parts) - 2):
+        above = ".".join(parts[: max(0, depth)])
+        found = found or [name for name in of_weights if above and name.rpartition(".")[0] == above]
     tail = ".".join(parts[-3:])
-    elsewhere = [name for name in named if "." in tail and name.rpartition(".")[0].endswith(tail)]
+    elsewhere = [name for name in of_weights if "." in tail and name.rpartition(".")[0].endswith(tail)]
     return (found or elsewhere)[:_MOST_NEAR]
 
 

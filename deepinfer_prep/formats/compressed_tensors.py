@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepinfer_prep.checkpoint import Checkpoint
 from deepinfer_prep.container import TensorInfo
@@ -44,39 +44,53 @@ class CompressedTensors:
         return Layout(self.name, pairs.weights, pairs.unpaired, warnings=_packed_warning(checkpoint))
 
 
-def _fp8_groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+class _Group(NamedTuple):
+    """One fp8 group of the config: the modules that it names, and how their scales lie."""
+
+    modules: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]
+    scheme: Scheme
+
+    def names(self, module: str) -> bool:
+        return module in self.modules or any(pattern.match(module) for pattern in self.patterns)
+
+
+def _fp8_groups(quantization: Mapping[str, Any]) -> list[_Group]:
     groups = quantization.get("config_groups")
     values = list(groups.values()) if isinstance(groups, dict) else []
-    return [group for group in values if isinstance(group, dict) and _is_fp8(group.get("weights"))]
+    return [_group(value) for value in values if isinstance(value, dict) and _is_fp8(value.get("weights"))]
+
+
+def _group(value: Mapping[str, Any]) -> _Group:
+    listed = value.get("targets")
+    targets = [target for target in listed if isinstance(target, str)] if isinstance(listed, list) else []
+    patterns = (_compile(target[3:]) for target in targets if target.startswith("re:"))
+    return _Group(frozenset(targets), tuple(pattern for pattern in patterns if pattern is not None), value["weights"])
+
+
+def _compile(pattern: str) -> re.Pattern[str] | None:
+    try:
+        return re.compile(pattern)
+    except re.error:
+        return None
 
 
 def _is_fp8(weights: Any) -> bool:
     return isinstance(weights, dict) and weights.get("type") == "float" and weights.get("num_bits") == 8
 
 
-def _scheme_of(weight: str, groups: list[Mapping[str, Any]]) -> Scheme | None:
+def _scheme_of(weight: str, groups: list[_Group]) -> Scheme | None:
     """The `weights` arguments of the group that covers a weight; None where names cannot decide.
 
     A target that is a module class cannot be matched from names, so class targets decide only where
     all groups left agree.
     """
     module = weight.rpartition(".")[0]
-    named = [group for group in groups if any(_matches(target, module) for target in group.get("targets") or ())]
-    schemes: list[Scheme] = [group["weights"] for group in named or groups]
-    if not schemes or any(_geometry(other) != _geometry(schemes[0]) for other in schemes):
+    named = [group for group in groups if group.names(module)]
+    schemes = [group.scheme for group in named or groups]
+    if not schemes or any(_geometry(other) != _geometry(schemes[0]) for other in schemes[1:]):
         return None
     return schemes[0]
-
-
-def _matches(target: Any, module: str) -> bool:
-    if not isinstance(target, str):
-        return False
-    if target.startswith("re:"):
-        try:
-            return re.match(target[3:], module) is not None
-        except re.error:
-            return False
-    return target == module
 
 
 def _geometry(scheme: Scheme) -> tuple[Any, ...]:

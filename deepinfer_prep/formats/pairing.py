@@ -45,7 +45,7 @@ def pair_weights(
         scale = checkpoint.tensors.get(wanted) if wanted is not None else None
         if scale is None:
             continue
-        problem = scale_problem(scale, has_exponents(name))
+        problem = scale_problem(scale, scale.dtype == "U8" and has_exponents(name))
         if problem is not None:
             unpaired[name] = problem
             continue

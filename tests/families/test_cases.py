@@ -160,6 +160,16 @@ def test_near_miss_names_stand_in_the_refusal(source: Path, output: Path, near: 
     assert f"Names beside the first that look like a scale: {near}." in refusal(source, output)
 
 
+def test_scales_of_other_things_in_the_modules_above_are_no_near_misses(source: Path, output: Path) -> None:
+    tensors: dict[str, Tensor] = {
+        "mtp.0.e_proj.weight": WEIGHT,
+        "mtp.0.hc_attn_scale": ("F32", (3,), ONE_F32 * 3),
+        "mtp.0.norm.scale": ("F32", (3,), ONE_F32 * 3),
+    }
+    one_file(source, tensors)
+    assert "look like a scale" not in refusal(source, output)
+
+
 EVIDENCE: dict[str, dict[str, Any]] = {
     "scale_fmt": {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
     "scale_fmt alone": {"scale_fmt": "ue8m0"},

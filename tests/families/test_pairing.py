@@ -312,6 +312,41 @@ def test_configs_of_any_shape_are_no_crash(tmp_path: Path, config: dict[str, Any
     assert pairs(plan) == {"l.weight": "l.weight_scale"}
 
 
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 200)
+    | st.floats()
+    | st.sampled_from(["fp8", "tensor", "re:(", "*", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["weight", "weights", "l", "g"]), inner)
+    ),
+    max_leaves=6,
+)
+METHODS = ["fp8", "mxfp8", "compressed-tensors", "modelopt", "quark", "fbgemm_fp8", "torchao", "mxfp4"]
+KEYS = [
+    "weight_block_size",
+    "scale_fmt",
+    "config_groups",
+    "format",
+    "kv_cache_scheme",
+    "quant_algo",
+    "quantized_layers",
+    "global_quant_config",
+    "layer_quant_config",
+]
+
+
+@settings(deadline=None)
+@given(method=st.sampled_from(METHODS) | JSON, config=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))
+def test_any_json_in_the_config_is_read_without_a_crash(method: Any, config: dict[str, Any]) -> None:
+    """And the weight with its scale is paired by name, whatever the config says about blocks."""
+    with tempfile.TemporaryDirectory() as folder:
+        tensors: dict[str, Tensor] = {"l.weight": WEIGHT, "l.weight_scale": ROWS_64, "attn.k_scale": F32}
+        plan = plan_of(Path(folder), tensors, **{"quant_method": method, **config})
+        assert (plan.refusals, pairs(plan)) == ((), {"l.weight": "l.weight_scale"})
+
+
 Fill = Callable[[Builder, int], None]
 
 POWER = Style(".weight_scale_inv", Blocks(32, 32), power_of_two=True)
