@@ -8,51 +8,53 @@ kernels by function, not by grid: launch it with grid 2, the others with grid 1.
 import nki
 import nki.language as nl
 
-from . import gemm_block128, gemm_fp4, gemm_fp8
 from .gate import fill_zero, trips_if_one
+from .gemm_block128 import linear_block128
+from .gemm_fp4 import linear_fp4
+from .gemm_fp8 import linear_fp8
 
 
 @nki.jit
 def fp8_linear_raw(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """x bf16 [m, k] times w^T, w uint8 [n, k] (e4m3) with scale uint8 [ceil(n/32), ceil(k/32)] (e8m0): bf16 [m, n]."""
-    return gemm_fp8.linear(x, w, scale, False)
+    return linear_fp8(x, w, scale, False)
 
 
 @nki.jit
 def fp8_linear_raw_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp8_linear_raw` on two cores, n a multiple of 256."""
-    return gemm_fp8.linear(x, w, scale, False)
+    return linear_fp8(x, w, scale, False)
 
 
 @nki.jit
 def fp8_linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp8_linear_raw` of x after a round trip through e4m3 in blocks of 32 columns."""
-    return gemm_fp8.linear(x, w, scale, True)
+    return linear_fp8(x, w, scale, True)
 
 
 @nki.jit
 def fp8_linear_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp8_linear` on two cores, n a multiple of 256."""
-    return gemm_fp8.linear(x, w, scale, True)
+    return linear_fp8(x, w, scale, True)
 
 
 @nki.jit
 def fp8_linear_block128(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """x bf16 [m, k] times w^T, w uint8 [n, k] (e4m3) with scale fp32 [ceil(n/128), ceil(k/128)]: bf16 [m, n]."""
-    return gemm_block128.linear(x, w, scale)
+    return linear_block128(x, w, scale)
 
 
 @nki.jit
 def fp8_linear_block128_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp8_linear_block128` on two cores, n a multiple of 256."""
-    return gemm_block128.linear(x, w, scale)
+    return linear_block128(x, w, scale)
 
 
 @nki.jit
 def fp4_linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """x bf16 [m, k] times w^T, w uint8 [n, k/2] (two e2m1 codes a byte), scale uint8 [n, k/32] (e8m0): bf16 [m, n]."""
     out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    gemm_fp4.linear(out, x, w, scale)
+    linear_fp4(out, x, w, scale)
     return out
 
 
@@ -60,7 +62,7 @@ def fp4_linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
 def fp4_linear_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp4_linear` on two cores, n a multiple of 256."""
     out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    gemm_fp4.linear(out, x, w, scale)
+    linear_fp4(out, x, w, scale)
     return out
 
 
@@ -71,7 +73,7 @@ def fp4_linear_2core_gated(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, flag
     fill_zero(out)
 
     def once(_index: nl.ndarray) -> None:
-        gemm_fp4.linear(out, x, w, scale)
+        linear_fp4(out, x, w, scale)
 
     nl.fori_loop(0, trips_if_one(flag), once)
     return out

@@ -26,11 +26,11 @@ BLOCKS = 2
 M_STEP = 256
 """Rows of x in one matmul: both blocks' partial sums then fill a PSUM bank."""
 
-PARTIAL_M_MAX = 16
+PARTIAL_M_MAX = 24
 """Rows of x up to which scaling all partial sums at once beats an instruction for each block."""
 
 
-def linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+def linear_block128(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """x bf16 [m, k], w uint8 [n, k], scale fp32 [ceil(n / 128), k / 128] -> bf16 [m, n] in shared HBM.
 
     A float scale times a code does not fit bf16, so weights are never dequantized: partial sums are scaled in fp32.

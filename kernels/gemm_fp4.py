@@ -29,7 +29,7 @@ WIDTH = PLANES * P
 BLOCKS = WIDTH // BLOCK
 """Scale blocks in a k tile."""
 
-PARTIAL_M_MAX = 16
+PARTIAL_M_MAX = 24
 """Rows of x up to which scaling partial sums costs less than scaling the weights."""
 
 CODE_UNIT = 64.0
@@ -41,10 +41,10 @@ SIGN_AND_MAGNITUDE = 0x9C9C9C9C - (1 << 32)
 """Where an e2m1 code's bits lie in each e4m3 byte of a 32-bit word."""
 
 
-def linear(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> None:
+def linear_fp4(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> None:
     """out bf16 [m, n] in HBM = x bf16 [m, k] times w^T, w uint8 [n, k / 2], scale uint8 [n, k / 32].
 
-    A scale belongs to one row of w, so no operand of a matmul can absorb it for a whole k tile. Up to 16 rows of x,
+    A scale belongs to one row of w, so no operand of a matmul can absorb it for a whole k tile. For few rows of x,
     each block's partial sums are scaled in fp32; beyond, the weights are, exactly in bf16.
     """
     m, k = x.shape

@@ -25,14 +25,14 @@ PLANES = 2
 WIDTH = PLANES * P
 """Columns of a k tile: partition p holds columns 2p and 2p + 1."""
 
-PARTIAL_M_MAX = 4
+PARTIAL_M_MAX = 6
 """Rows of x up to which scaling partial sums costs less than dequantizing."""
 
 
-def linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_trip: bool) -> nl.ndarray:
+def linear_fp8(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_trip: bool) -> nl.ndarray:
     """x bf16 [m, k], w uint8 [n, k], scale uint8 [n / 32, k / 32] -> bf16 [m, n] in shared HBM.
 
-    Up to 4 rows of x, partial sums are scaled. Beyond, weights are dequantized: a code times its power-of-two scale has
+    For few rows of x, partial sums are scaled. Beyond, weights are dequantized: a code times its power-of-two scale has
     four significant bits, so bf16 holds it exactly and all of k is summed in PSUM.
     """
     m, k = x.shape

@@ -51,7 +51,7 @@ def test_any_multiple_of_128_columns_of_x(gemm: Gemm, k: int) -> None:
 
 
 @all_gemms
-@pytest.mark.parametrize("m", [1, 4, 5, 16, 17, 256, 257, 511])
+@pytest.mark.parametrize("m", [6, 7, 24, 25, 129, 256, 257, 511])
 def test_number_of_rows_on_both_sides_of_every_change_of_plan(gemm: Gemm, m: int) -> None:
     case = make_case(gemm, m, 160, 384)
     assert error_ratio(gemm, case, run(gemm.kernel(1), *case.arguments).output) <= 1.0
