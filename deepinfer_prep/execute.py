@@ -25,7 +25,7 @@ from deepinfer_prep.transform import Tally, output_chunks
 
 COMMIT_BYTES = 512 * 1024 * 1024
 """After so many new bytes the data is synced and recorded; a kill loses at most this and what is under way."""
-_COMMIT_FILES = 64
+_COMMIT_FILES = 32
 """The same for files, of which at most so many are open and wait for it."""
 
 
