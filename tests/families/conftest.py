@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from families.layouts import LAYOUTS
@@ -37,3 +39,15 @@ def converted(request: pytest.FixtureRequest, outcomes: Outcomes) -> Outcome:
     """Every outcome in turn that is a finished output."""
     assert not outcomes[request.param].refusal
     return outcomes[request.param]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "output"
