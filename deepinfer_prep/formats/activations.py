@@ -2,8 +2,8 @@
 
 `input_scale` (ModelOpt, compressed-tensors, Quark, AutoFP8), `activation_scale` (transformers), `act_scale`
 and `output_scale` (older AutoFP8), `scale_input` (ComfyUI) lie in a module that holds fp8, or are joined to a
-stacked weight's name by an underscore. `k_scale`, `v_scale`, `q_scale`, `kv_scale` and Mistral's
-`qscale_act` stand for themselves. `input_scale_ub` is an upper bound and no scale.
+stacked weight's name by an underscore. `k_scale`, `v_scale`, `q_scale`, `kv_scale`, `prob_scale` (of fp8
+attention) and Mistral's `qscale_act` stand for themselves. `input_scale_ub` is an upper bound and no scale.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deepinfer_prep.checkpoint import Checkpoint
 from deepinfer_prep.formats.base import FLOAT_DTYPES, QuantizedWeight, fp8_names
 
 _OF_A_MODULE = ("input_scale", "activation_scale", "act_scale", "output_scale", "scale_input")
-_ALONE = ("k_scale", "v_scale", "q_scale", "kv_scale", "qscale_act")
+_ALONE = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "qscale_act")
 
 
 def find_activation_scales(checkpoint: Checkpoint, weights: Iterable[QuantizedWeight]) -> tuple[str, ...]:

@@ -162,6 +162,17 @@ def test_other_tensors_with_scale_in_their_name_are_left_alone(tmp_path: Path, n
     assert plan.activation_scales == ()
 
 
+ALONE = ["attn.k_scale", "attn.v_scale", "k_proj.k_scale", "attn.q_scale", "attn.kv_scale", "attn.prob_scale"]
+
+
+@pytest.mark.parametrize("name", [*ALONE, "l.input_scale", "l.act_scale", "l.activation_scale", "l.output_scale"])
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+def test_static_scales_are_known_by_their_names(tmp_path: Path, name: str, dtype: str) -> None:
+    plan = plan_of(tmp_path, {"l.weight": WEIGHT, "l.weight_scale": F32, name: (dtype, (1,), 1)})
+    assert plan.activation_scales == (name,)
+    assert name not in plan.operations
+
+
 def torchao_metadata(kind: str, data: Any = None) -> dict[str, str]:
     parts = {"_type": kind, "_data": data, "_tensor_data_names": ["qdata", "scale"]}
     return {"format": "pt", "l.weight": json.dumps(parts), "tensor_names": '["l.weight"]'}
