@@ -298,6 +298,12 @@ def test_static_scales_are_doubled_when_asked(name: str, tmp_path: Path, outcome
     assert verify_checkpoint(doubled.output, source=doubled.layout.folder).ok
 
 
+def test_a_mapped_scale_is_no_activation_scale_whatever_its_name(tmp_path: Path) -> None:
+    source = source_of(tmp_path, {"l.weight": WEIGHT, "l.k_scale": ("F32", (), ONE_F32)})
+    found = inspect_checkpoint(source, options=Options(maps=("l.weight=l.k_scale",)))
+    assert (found.activation_scales, found.refusals) == ((), ())
+
+
 def test_upper_bounds_are_no_scales(tmp_path: Path) -> None:
     outcome = convert_layout("fbgemm", tmp_path, Options(activation_scales="double"))
     bounds = [name for name in outcome.source_tensors if name.endswith("input_scale_ub")]
