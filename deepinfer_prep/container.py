@@ -177,12 +177,7 @@ def _explain_bad_length(start: bytes, length: int, size: int) -> str:
 
 def _parse_json(text: bytes | bytearray, path: str) -> dict[str, Any]:
     try:
-        entries = json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_int=_parse_number,
-        )
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=_parse_number)
     except (ValueError, RecursionError) as error:
         raise ContainerError(
             f"{path} has a header that is not valid JSON text ({error}). It is damaged or not a safetensors file."
@@ -199,10 +194,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {_short(twice)} occurs twice, and which one is meant cannot be known")
     return result
-
-
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
 
 
 def _parse_number(text: str) -> int | float:

@@ -25,6 +25,7 @@ _NAMES = (
     "\U0001f9ee",
     "é" * 20,
     "\x7f",
+    "\ud800",
 )
 _NUMBERS = (
     "-0",
@@ -92,6 +93,8 @@ def _valid_header(random: Random) -> tuple[Object, int]:
         shape = [random.choice((0, 1, 2, 3, 4, 8)) for _ in range(random.randrange(4))]
         if math.prod(shape) * DTYPE_BITS[dtype] % 8:
             shape.append(8)
+        if 0 in shape and random.randrange(3) == 0:
+            shape.insert(random.randrange(len(shape) + 1), random.choice((2**31, 2**63, 2**64 - 1)))
         size = math.prod(shape) * DTYPE_BITS[dtype] // 8
         entry = Object([("dtype", dtype), ("shape", shape), ("data_offsets", [position, position + size])])
         random.shuffle(entry)
@@ -106,7 +109,7 @@ def _valid_header(random: Random) -> tuple[Object, int]:
 def _mutate_tree(random: Random, header: Object) -> None:
     if not header or random.randrange(6) == 0:
         value = Literal(random.choice(_VALUES))
-        header.append((random.choice((*_NAMES, "__metadata__", "\ud800")), value))
+        header.append((random.choice((*_NAMES, "__metadata__")), value))
         return
     position = random.randrange(len(header))
     name, entry = header[position]
@@ -131,9 +134,9 @@ def _mutate_fields(random: Random, entry: Object) -> None:
 
 def _mutate_value(random: Random, value: Any) -> Any:
     if isinstance(value, str):
-        return random.choice(
-            (random.choice(tuple(DTYPE_BITS)), random.choice(_DTYPES), Literal(random.choice(_VALUES)))
-        )
+        as_object = Object([(value, Literal("null"))])
+        dtype = random.choice((*DTYPE_BITS, *_DTYPES))
+        return random.choice((dtype, dtype, as_object, Literal(random.choice(_VALUES))))
     if not isinstance(value, list) or random.randrange(5) == 0:
         return Literal(random.choice(_VALUES))
     numbers = list(value)
