@@ -17,11 +17,13 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from nki_emulator import installed
+from nki_emulator.install import real_nki
 
 with installed():
     from deepinfer_prep.kernels import blockquant, reference
 
-TWO_CORE_MULTIPLE = 256
+ON_SIMULATOR = real_nki() is not None
+"""Whether kernels run on AWS's simulator, which keeps no record of instructions and takes no emulator options."""
 
 FILLS = (
     "random",
