@@ -56,15 +56,14 @@ DECOMPOSITIONS = get_decompositions(
 )
 """The data movement and elementwise part of what torch-neuronx decomposes."""
 
-VIEW_METHODS = set(
-    ["t", "transpose", "view", "slice", "reshape", "permute", "expand", "expand_as", "squeeze", "unsqueeze", "mH", "mT", "as_strided", "chunk", "unfold", "narrow", "split", "unbind", "select", "unflatten", "flatten"]
-)
-VIEW_OPERATIONS = set(
-    ["view", "reshape", "transpose", "permute", "t", "squeeze", "unsqueeze", "expand", "slice", "select", "narrow", "chunk", "split", "unbind", "as_strided", "unfold", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as", "expand_as"]
-)
+VIEWS = {
+    *("t", "transpose", "view", "slice", "reshape", "permute", "expand", "expand_as", "squeeze", "unsqueeze"),
+    *("as_strided", "chunk", "unfold", "narrow", "split", "unbind", "select", "unflatten", "flatten"),
+}
+"""What the real analysis knows as views, of methods and of aten operations."""
 
 
-class Unsupported(RuntimeError):
+class UnsupportedError(RuntimeError):
     """What makes the real backend, its compiler or its runtime fail."""
 
 
@@ -90,7 +89,7 @@ def neuron_backend(
     options.setdefault("dynamic", False)
     for example in example_inputs:
         if not isinstance(example, Tensor):
-            raise Unsupported(f"graph input {example!r} is not a tensor")
+            raise UnsupportedError(f"graph input {example!r} is not a tensor")
         _require_known(example, "graph input")
     record = Compiled(options, mode, find_mutated_inputs(gm))
     COMPILED.append(record)
@@ -110,7 +109,7 @@ def _compile(record: Compiled, graph: GraphModule, examples: list[Any]) -> Calla
                 _check_node(node)
     for example in examples:
         if isinstance(example, Tensor) and not example.is_contiguous():
-            raise Unsupported(f"compiled graph takes strides {example.stride()} for shape {tuple(example.shape)}")
+            raise UnsupportedError(f"compiled graph takes strides {example.stride()} for shape {tuple(example.shape)}")
     _require_outputs(graph)
     shapes = [tuple(example.shape) if isinstance(example, Tensor) else None for example in examples]
 
@@ -127,18 +126,18 @@ def _compile(record: Compiled, graph: GraphModule, examples: list[Any]) -> Calla
 def _check_node(node: Node) -> None:
     for leaf in pytree.tree_leaves((node.meta.get("val"), node.args, node.kwargs)):
         if isinstance(leaf, torch.dtype) and leaf in UNKNOWN_TYPES:
-            raise Unsupported(f"unknown element type {leaf} in {node.format_node()}")
+            raise UnsupportedError(f"unknown element type {leaf} in {node.format_node()}")
         if isinstance(leaf, Tensor):
             _require_known(leaf, str(node.format_node()))
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise Unsupported(f"dynamic value in {node.format_node()}")
+            raise UnsupportedError(f"dynamic value in {node.format_node()}")
 
 
 def _require_known(tensor: Tensor, where: str) -> None:
     if tensor.dtype in UNKNOWN_TYPES:
-        raise Unsupported(f"unknown element type {tensor.dtype} in {where}")
+        raise UnsupportedError(f"unknown element type {tensor.dtype} in {where}")
     if isinstance(tensor, FakeTensor) and tensor._has_symbolic_sizes_strides:
-        raise Unsupported(f"dynamic shape {tensor.shape} in {where}")
+        raise UnsupportedError(f"dynamic shape {tensor.shape} in {where}")
 
 
 def _require_outputs(graph: GraphModule) -> None:
@@ -146,18 +145,18 @@ def _require_outputs(graph: GraphModule) -> None:
     results = [leaf for leaf in pytree.tree_leaves(nodes[-1].args[0]) if leaf is not None]
     writes = [node for node in nodes if node.target is aten.copy_.default]
     if not results and not writes:
-        raise Unsupported("no outputs found in the module, expected at least one output")
+        raise UnsupportedError("no outputs found in the module, expected at least one output")
 
 
 def _check_argument(arg: Any, shape: tuple[int, ...] | None) -> None:
     if shape is None:
         return
     if arg.dtype in UNKNOWN_TYPES:
-        raise Unsupported(f"unknown element type {arg.dtype} at run time")
+        raise UnsupportedError(f"unknown element type {arg.dtype} at run time")
     if not arg.is_contiguous():
-        raise Unsupported("Cannot process non-contiguous tensors")
+        raise UnsupportedError("Cannot process non-contiguous tensors")
     if tuple(arg.shape) != shape:
-        raise Unsupported(f"compiled for {shape}, called with {tuple(arg.shape)}")
+        raise UnsupportedError(f"compiled for {shape}, called with {tuple(arg.shape)}")
 
 
 def _as_allocated(result: Any, argument_storages: set[int]) -> Any:
@@ -198,10 +197,10 @@ def _root(node: Node) -> Node | None:
 
 def _is_view(node: Node) -> bool:
     if node.op == "call_method":
-        return str(node.target) in VIEW_METHODS
+        return str(node.target) in VIEWS
     if node.target is operator.getitem:
         return any(isinstance(leaf, slice) for leaf in pytree.tree_leaves(list(node.args[1:])))
-    return str(getattr(node.target, "__name__", "")).partition(".")[0] in VIEW_OPERATIONS
+    return str(getattr(node.target, "__name__", "")).partition(".")[0] in VIEWS
 
 
 @contextmanager
@@ -218,6 +217,6 @@ def installed() -> Iterator[list[Compiled]]:
     finally:
         for name, module in before.items():
             if module is None:
-                del sys.modules[name]
+                sys.modules.pop(name, None)
             else:
                 sys.modules[name] = module
