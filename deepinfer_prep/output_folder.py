@@ -50,6 +50,7 @@ class Workspace:
             self.discard()  # Nothing in it could be resumed.
         with suppress(OSError):  # The lock is given up whatever close says, and nothing was written to the file.
             os.close(self._lock)
+        _remove_as_far_as_possible(self.output / DISCARDED_NAME)
 
     def path(self, name: str) -> Path:
         """Where a file of the output lies until it is published; its folder is made."""
@@ -68,7 +69,7 @@ class Workspace:
         """Remove the workspace with all that is in it.
 
         It gets another name first: a run that waits for the lock then finds it gone rather than half removed,
-        and what cannot be removed (NFS keeps the open lock file until it is closed) does not fail a finished run.
+        and what cannot be removed does not fail a finished run (NFS keeps the lock file until it is closed).
         """
         discarded = self.output / DISCARDED_NAME
         _remove_as_far_as_possible(discarded)
@@ -218,20 +219,20 @@ def _check_only_own_run(output: Path, identity: Mapping[str, Any]) -> None:
         return  # Its publication was interrupted: files have their final names already.
     if MANIFEST_NAME in entries:
         raise RefusedError((f"{output} already holds a finished output. Use --overwrite to replace it.",))
-    if entries:
-        raise RefusedError(
-            (
-                f"{output} is not empty: it holds {', '.join(sorted(entries)[:5])}"
-                f"{' and more' if len(entries) > 5 else ''}. Choose an empty folder, or use --overwrite to replace "
-                "the safetensors files and indexes in it.",
-            )
-        )
     if found is not None and not is_same_run(found, identity):
         different = [key for key in sorted({*found, *identity}) if found.get(key) != identity.get(key)]
         raise RefusedError(
             (
                 f"{output} holds an unfinished run that cannot be resumed: its {', '.join(different)} differ from this "
                 "run's. Use --overwrite to start over, or finish it with the source and version that began it.",
+            )
+        )
+    if entries:
+        raise RefusedError(
+            (
+                f"{output} is not empty: it holds {', '.join(sorted(entries)[:5])}"
+                f"{' and more' if len(entries) > 5 else ''}. Choose an empty folder, or use --overwrite to replace "
+                "the safetensors files and indexes in it.",
             )
         )
 

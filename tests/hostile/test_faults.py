@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_files import tree
 
 from deepinfer_prep.storage import RangeWriter
 from hostile.calls import ALLOCATE, Call, watch
@@ -166,6 +167,30 @@ def test_an_interrupted_reservation_is_repeated(scratch: Path, monkeypatch: pyte
     with RangeWriter(scratch / "x") as writer:
         writer.allocate(10)
     assert next(answers, None) is None
+
+
+def test_a_lock_file_that_can_be_removed_only_once_it_is_closed(
+    source: Path, expected: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where an open file that is removed stays in its folder under another name."""
+    calls, kept = watch(monkeypatch, scratch), []
+
+    def act(call: Call, proceed: Callable[[], Any]) -> Any:
+        if call.name == "unlink" and call.arguments[0] == "lock" and _is_open(call.path):
+            kept.append(call)
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return proceed()
+
+    calls.action = act
+    assert convert(source, scratch / "out").exit_code == 0
+    assert tree(scratch / "out") == expected
+    assert kept
+    assert ".deepinfer-prep.done" not in os.listdir(scratch / "out")
+
+
+def _is_open(path: str) -> bool:
+    links = [f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd")]
+    return any(os.readlink(link).endswith(path) for link in links if os.path.lexists(link))
 
 
 def test_the_first_error_is_the_one_that_is_told(source: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
