@@ -15,6 +15,7 @@ from families.conftest import Outcomes
 from families.layouts import LAYOUTS
 from families.outcomes import REFUSED, Outcome
 from families.raw import Stored, read_metadata
+from families.rules import Blocks, Grid, GroupedBlocks, Rows, SpreadBlocks
 
 RECOGNISED = {
     "deepseek_v41": "deepseek-v4",
@@ -227,19 +228,40 @@ def test_mixing_matrices_are_split_by_v4s_names_and_others_reported(outcomes: Ou
         assert all(any(matrix in warning for warning in reported) for matrix in left)
 
 
-def test_blocks_come_from_the_config(outcomes: Outcomes) -> None:
-    blocks = {
-        name: {record.block for record in outcomes[name].manifest.weights.values() if record.element == "e4m3"}
-        for name in ("deepseek_v3", "deepseek_v4", "minimax_m3", "llama_block", "modelopt_fp8_block", "torchao_mx")
+def expected_block(grid: Grid, shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """What the manifest has to say of a weight whose fixture was quantized on this grid."""
+    rows, columns = shape[-2:]
+    match grid:
+        case Blocks():
+            return grid.rows, grid.columns
+        case SpreadBlocks():
+            return 128, 128
+        case GroupedBlocks() if rows // grid.groups % 128:
+            return None
+        case GroupedBlocks():
+            return 128, 128
+        case Rows():
+            return 1, columns
+    return rows, columns
+
+
+def test_the_manifest_states_the_block_that_the_weight_was_quantized_with(converted: Outcome) -> None:
+    for weight in converted.layout.weights:
+        shape = converted.source_tensors[weight.name].shape
+        record = converted.manifest.weights[weight.name]
+        assert record.block == expected_block(weight.rule.grid, shape), weight.name
+
+
+def test_look_up_tables_have_no_kernel_scale_for_that_reason(outcomes: Outcomes) -> None:
+    tables = {
+        "deepseek_v41": "engram.embed.weight",
+        "qwen38_ngram": ".shard_0.weight",
+        "qwen38_ngram_scalar": "shards.0.weight",
     }
-    assert blocks == {
-        "deepseek_v3": {(128, 128)},
-        "deepseek_v4": {(128, 128)},
-        "minimax_m3": {(1, 32)},
-        "llama_block": {(128, 128)},
-        "modelopt_fp8_block": {(128, 128)},
-        "torchao_mx": {(1, 32)},
-    }
+    for name, suffix in tables.items():
+        records = outcomes[name].manifest.weights
+        reasons = {records[weight].reason for weight in records if weight.endswith(suffix)}
+        assert reasons == {"it is a look-up table, not the operand of a GEMM"}
 
 
 @pytest.mark.parametrize("name", ["kimi_k2_thinking", "kimi_k3", "gpt_oss", "diffusion_e5m2"])

@@ -281,6 +281,29 @@ def test_shapes_that_can_mean_one_thing_only_need_no_config(
     assert plan.weights[0].quantized.block == block, kind
 
 
+@pytest.mark.parametrize("last", ["scale", "weight_scale_inv", "weight_scale"])
+def test_a_scale_with_as_many_rows_as_its_weight_has_blocks_of_one_row(tmp_path: Path, last: str) -> None:
+    """Whatever square block the config states: so it is in V4.1's engram tables."""
+    dtype, content = ("F8_E8M0", 127) if last == "scale" else ("F32", ONE_F32 * 128)
+    tensors: dict[str, Tensor] = {"l.weight": ("F8_E4M3", (64, 64), 1), f"l.{last}": (dtype, (64, 2), content)}
+    plan = plan_of(tmp_path, tensors, weight_block_size=[32, 32])
+    assert plan.weights[0].quantized.block == (1, 32)
+
+
+def test_modelopts_layers_have_algorithms_of_their_own(tmp_path: Path) -> None:
+    """The module's own entry, its nearest parent's, or none."""
+    grid: Tensor = ("F32", (1, 1, 1, 1), ONE_F32)
+    tensors = {
+        f"{name}.weight{last}": tensor
+        for name in ("a.q", "a.k", "b")
+        for last, tensor in (("", WEIGHT), ("_scale", grid))
+    }
+    layers = {"a": {"quant_algo": "FP8"}, "a.q": {"quant_algo": "FP8_PB_WO"}}
+    plan = plan_of(tmp_path, tensors, quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers=layers)
+    blocks = {weight.quantized.weight: weight.quantized.block for weight in plan.weights}
+    assert blocks == {"a.q.weight": (128, 128), "a.k.weight": (64, 64), "b.weight": (64, 64)}
+
+
 @pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model.", "transformer."])
 @pytest.mark.parametrize(("last", "scale"), [("scale", SCALE), ("weight_scale_inv", F32), ("qscale_weight", F32)])
 def test_prefixes_make_no_difference(tmp_path: Path, prefix: str, last: str, scale: Tensor) -> None:
