@@ -27,10 +27,11 @@ WORKSPACE_NAME = ".deepinfer-prep"
 DISCARDED_NAME = ".deepinfer-prep.done"
 """What that folder is called while it is being removed."""
 
-_SKIPPED_FOLDERS = frozenset({".cache", ".git", ".huggingface", "__pycache__", WORKSPACE_NAME, DISCARDED_NAME})
+_SKIPPED = frozenset({".cache", ".git", ".huggingface", "__pycache__", WORKSPACE_NAME, DISCARDED_NAME})
 _PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".lock")
 _CONTROL_FILE_SUFFIX = ".aria2"
 _LARGEST_LFS_POINTER = 1024
+_DEEPEST_FOLDER = 64
 _OTHER_WEIGHT_SUFFIXES = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 
 
@@ -110,6 +111,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Give the folder of a checkpoint, or one .safetensors file.")
     if not path.is_dir():
+        _check_is_text(path.name, path.parent)
         return _assemble(path.parent, [read_shard(path)], {}, (), [])
     if (path / WORKSPACE_NAME / "journal").exists():
         raise CheckpointError(
@@ -275,7 +277,8 @@ def _find_others(folder: Path, shard_names: set[str]) -> tuple[tuple[OtherFile, 
     others: list[OtherFile] = []
     left_out: list[str] = []
     for name, path in _walk(folder, "", frozenset({folder.resolve()})):
-        _check_name(name, folder, shard_names)
+        _check_is_text(name, folder)
+        _check_no_download_goes_on(name, folder, shard_names)
         if name in shard_names:
             continue
         if not _exists(path):
@@ -287,7 +290,7 @@ def _find_others(folder: Path, shard_names: set[str]) -> tuple[tuple[OtherFile, 
     return tuple(others), _other_warnings(others, left_out)
 
 
-def _check_name(name: str, folder: Path, shard_names: set[str]) -> None:
+def _check_is_text(name: str, folder: Path) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -295,20 +298,28 @@ def _check_name(name: str, folder: Path, shard_names: set[str]) -> None:
             f"{folder} holds a file whose name is not valid UTF-8, {name!r}: the output's manifest could not name it. "
             "Rename or remove it."
         ) from None
-    if name.removesuffix(_CONTROL_FILE_SUFFIX) in shard_names - {name}:
+
+
+def _check_no_download_goes_on(name: str, folder: Path, shard_names: set[str]) -> None:
+    unfinished = name.removesuffix(_CONTROL_FILE_SUFFIX)
+    if unfinished in shard_names - {name}:
         raise CheckpointError(
-            f"{folder / name} says that the download of {name.removesuffix(_CONTROL_FILE_SUFFIX)} beside it is not "
-            f"finished: parts of it may still be zeros. Finish the download, or remove {name} if it is."
+            f"{folder / name} says that the download of {unfinished} beside it is not finished: parts of it may still "
+            f"be zeros. Finish the download, or remove {name} if it is."
         )
 
 
 def _walk(folder: Path, prefix: str, above: frozenset[Path], linked: bool = False) -> Iterator[tuple[str, Path]]:
     """Files below a folder, by relative name; links to folders are followed unless they lead upwards."""
+    if len(above) > _DEEPEST_FOLDER:
+        raise CheckpointError(f"{folder} lies more than {_DEEPEST_FOLDER} folders deep. Move it out of the checkpoint.")
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = folder / entry.name
+        if entry.name in _SKIPPED:
+            continue
         if not path.is_dir():
             yield prefix + entry.name, path
-        elif entry.name not in _SKIPPED_FOLDERS and path.resolve() not in above:
+        elif path.resolve() not in above:
             if linked and entry.is_symlink():
                 raise CheckpointError(
                     f"{path} is a link to a folder inside a linked folder: a few of these can multiply to millions of "

@@ -20,7 +20,7 @@ from deepinfer_prep.output_folder import Workspace
 from deepinfer_prep.parallel import run_parallel, segments
 from deepinfer_prep.plan import OutputFile
 from deepinfer_prep.progress import Meter
-from deepinfer_prep.storage import DirectWriter, RangeReader
+from deepinfer_prep.storage import DirectWriter, RangeReader, RangeWriter
 from deepinfer_prep.transform import Tally, output_chunks
 
 COMMIT_BYTES = 512 * 1024 * 1024
@@ -130,9 +130,8 @@ class Execution:
 
     def _write(self, segment: _Segment, buffer: fp8.U8) -> _Finished:
         writer = self._writers.get(segment.file)
-        earlier = segment.earlier
-        if earlier is not None and digest_range(writer, segment.start, segment.end, buffer) == earlier.digest:
-            return _Finished(segment, earlier, True)
+        if segment.earlier is not None and _is_intact(segment, segment.earlier, writer, buffer):
+            return _Finished(segment, segment.earlier, True)
         tally, digest = Tally(), xxhash.xxh3_128()
         with RangeReader(segment.file.source) as source:
             for offset, chunk in output_chunks(segment.file, source, segment.start, segment.end, buffer, tally):
@@ -159,6 +158,13 @@ class Execution:
         for name in names:
             if not self._left[name]:
                 self._writers.close(name)
+
+
+def _is_intact(segment: _Segment, earlier: SegmentDone, writer: RangeWriter, buffer: fp8.U8) -> bool:
+    try:
+        return digest_range(writer, segment.start, segment.end, buffer) == earlier.digest
+    except OSError:
+        return False  # What cannot be read any more is written again.
 
 
 def _check_unchanged(file: OutputFile, source: RangeReader) -> None:

@@ -244,6 +244,7 @@ def test_folders_are_copied_but_not_those_of_tools(tmp_path: Path) -> None:
     for name in ("inference/model.py", "assets/deep/er/logo.png", "empty.txt", ".gitattributes"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
+    (tmp_path / "inference" / ".git").write_text("gitdir: ../.git/modules/inference")
     for name in (".git/HEAD", ".cache/huggingface/x.incomplete", "__pycache__/m.pyc", "inference/__pycache__/m.pyc"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -309,6 +310,20 @@ def test_a_file_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
     indexed(tmp_path)
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")).write_text("x")
     assert re.search(r"name is not valid UTF-8, 'caf\\udce9\.txt'", refuse(tmp_path))
+    shard = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.safetensors"))
+    write_file(shard, PAIR)
+    assert re.search(r"name is not valid UTF-8, 'caf\\udce9\.safetensors'", refuse(shard))
+
+
+def test_folders_without_end_are_refused(tmp_path: Path) -> None:
+    folder = indexed(tmp_path)
+    for _ in range(60):
+        folder /= "d"
+    folder.mkdir(parents=True)
+    (folder / "x.txt").write_text("x")
+    assert "d/" * 60 + "x.txt" in [other.name for other in open_checkpoint(tmp_path).others]
+    (folder / "e" / "e" / "e" / "e" / "e").mkdir(parents=True)
+    assert "lies more than 64 folders deep" in refuse(tmp_path)
 
 
 def test_an_unfinished_output_is_no_checkpoint(tmp_path: Path) -> None:

@@ -214,3 +214,49 @@ def test_the_first_error_is_the_one_that_is_told(source: Path, scratch: Path, mo
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: bad sector [EIO]: {source / 'model-2.safetensors'}.")
     assert published(scratch / "out") == {}
+
+
+@pytest.mark.parametrize("refused", ["open", "pwrite"])
+def test_file_systems_without_direct_writes_will_do(
+    refused: str, source: Path, expected: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = watch(monkeypatch, scratch)
+    direct: set[int] = set()
+
+    def act(call: Call, proceed: Callable[[], Any]) -> Any:
+        is_direct = call.name == "open" and bool(call.arguments[1] & os.O_DIRECT)
+        if (refused == "open" and is_direct) or (call.name == "pwrite" and call.arguments[0] in direct):
+            direct.add(-1)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        result = proceed()
+        if is_direct:
+            direct.add(result)
+        elif call.name == "open":
+            direct.discard(result)
+        return result
+
+    calls.action = act
+    assert convert(source, scratch / "out").exit_code == 0
+    assert -1 in direct
+    assert tree(scratch / "out") == expected
+
+
+def test_a_segment_that_cannot_be_read_any_more_is_written_again(
+    source: Path, expected: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = watch(monkeypatch, scratch)
+    calls.fail(lambda call: call.name == "replace", 0, errno.EIO)
+    assert convert(source, scratch / "out").exit_code == 1
+    unreadable = []
+
+    def act(call: Call, proceed: Callable[[], Any]) -> Any:
+        if call.name == "preadv" and call.path.endswith("files/model-1.safetensors") and len(unreadable) < 2:
+            unreadable.append(call)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return proceed()
+
+    calls.action = act
+    result = convert(source, scratch / "out", "--json")
+    assert result.exit_code == 0
+    assert len(unreadable) == 2
+    assert tree(scratch / "out") == expected
