@@ -117,6 +117,38 @@ def test_a_kill_while_an_older_output_is_replaced(
         resume(source, output, {**kept, **expected}, "--overwrite")
 
 
+@DEAD
+@pytest.mark.parametrize("damage", ["byte", "size", "gone", "manifest"])
+@pytest.mark.parametrize("where", ["published", "unpublished"])
+def test_files_damaged_while_a_publication_was_interrupted_are_written_again(
+    damage: str,
+    where: str,
+    source: Path,
+    expected: dict[str, bytes],
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = scratch / "out"
+    calls = watch(monkeypatch, scratch)
+    run(source, scratch / "counted")
+    renames = [n for n, call in enumerate(calls.made) if call.name == "replace" and "files" in call.path]
+    calls.kill(renames[4])
+    with pytest.raises(Killed):
+        run(source, output)
+    calls.bury()
+    files = output / WORKSPACE / "files" if where == "unpublished" else output
+    path = sorted(path for path in files.glob("*") if path.is_file())[-1]
+    if damage == "manifest":
+        path = output / WORKSPACE / "manifest.json"
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data[:-1] if damage == "size" else data)
+    resume(source, output, expected)
+
+
 SLOW = """
 import os, sys, time
 from deepinfer_prep import execute, parallel
