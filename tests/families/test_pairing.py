@@ -204,6 +204,38 @@ def compressed(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
 
 
+def test_groups_of_module_classes_that_disagree_leave_the_block_open(tmp_path: Path) -> None:
+    """A class cannot be told from tensor names; a group that names the module decides."""
+    config = compressed(strategy="tensor")
+    other = {"targets": ["Embedding"], "weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
+    config["config_groups"]["group_1"] = other
+    tensors: dict[str, Tensor] = {"l.weight": WEIGHT, "l.weight_scale": F32}
+    plan = plan_of(tmp_path, tensors, **config)
+    assert plan.weights[0].quantized.block_problem == "the config does not say which of its schemes covers this weight"
+    config["config_groups"]["group_0"]["targets"] = ["l"]
+    assert plan_of(tmp_path, tensors, **config).weights[0].quantized.block == (64, 64)
+
+
+@pytest.mark.parametrize("evidence", ["format", "scale_dtype"])
+def test_compressed_tensors_states_exponents_by_format_or_dtype(tmp_path: Path, evidence: str) -> None:
+    config = compressed(strategy="group", group_size=32)
+    tensors: dict[str, Tensor] = {"l.weight": WEIGHT, "l.weight_scale": ("U8", (64, 2), 127)}
+    assert plan_of(tmp_path, tensors, **config).refusals
+    if evidence == "format":
+        config["format"] = "mxfp8-quantized"
+    else:
+        config["config_groups"]["group_0"]["weights"]["scale_dtype"] = "torch.uint8"
+    plan = plan_of(tmp_path, tensors, **config)
+    assert (plan.refusals, plan.weights[0].quantized.block) == ((), (1, 32))
+
+
+def test_only_a_marker_of_one_or_two_elements_is_a_marker(tmp_path: Path) -> None:
+    tensors: dict[str, Tensor] = {"x.weight": WEIGHT, "x.scale_weight": F32, "scaled_fp8": ("F8_E4M3", (2,), 0x7E)}
+    assert plan_of(tmp_path / "a", tensors).refusals == ()
+    plan = plan_of(tmp_path / "b", {**tensors, "scaled_fp8": ("F8_E4M3", (3,), 0x7E)})
+    assert plan.unscaled == ("scaled_fp8",)
+
+
 def quark(**scheme: Any) -> dict[str, Any]:
     return {"quant_method": "quark", "global_quant_config": {"weight": scheme}}
 
