@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from deepinfer_prep.runtime.backend.rewriter import Rewriter
 
 
+def same(rewriter: Rewriter, call: Call) -> Any:
+    """detach: bytes carry no gradient, and the compiler's search for written inputs stops at it."""
+    value = call.run()
+    rewriter.bind(value, rewriter.node_of(call.arguments["self"]))
+    return value
+
+
 def bitcast(rewriter: Rewriter, call: Call) -> Any:
     """view(dtype): fp8 and uint8 are the same bytes; any other type is a view of the uint8 tensor."""
     source, dtype = call.arguments["self"], call.arguments["dtype"]

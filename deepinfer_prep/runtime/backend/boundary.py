@@ -1,4 +1,4 @@
-"""What crosses the border of a compiled graph: contiguous uint8 tensors in, fp8 views out."""
+"""What may enter a graph, and what its results are in the program."""
 
 from __future__ import annotations
 
@@ -12,70 +12,29 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from deepinfer_prep.runtime.backend.formats import CARRIER, carried
-from deepinfer_prep.runtime.backend.scope import Scope, as_bytes
+from deepinfer_prep.runtime.backend.formats import carried
 from deepinfer_prep.runtime.backend.values import logical_value, refuse
 
 
-@dataclass(frozen=True)
-class InputView:
-    """A contiguous tensor on the storage of one graph input, and how the graph gets the input back.
-
-    The device takes contiguous tensors only. An input whose elements fill their storage range in another
-    order is permuted; any other is handed over as the one-dimensional range of storage that it spans.
-    """
-
-    permutation: tuple[int, ...] | None = None
-    span: int | None = None
-
-    def lower(self, tensor: Tensor) -> Tensor:
-        """The contiguous tensor that is handed over: bytes for fp8, always on the same storage."""
-        tensor = as_bytes(tensor)
-        if self.permutation is not None:
-            tensor = tensor.permute(self.permutation)
-        elif self.span is not None:
-            tensor = tensor.as_strided((self.span,), (1,))
-        return tensor.detach() if tensor.dtype is CARRIER else tensor
-
-    def restore(self, scope: Scope, node: Node) -> Node:
-        """The node that has the input's own shape and strides again."""
-        value = as_bytes(logical_value(node))
-        if self.permutation is not None:
-            inverse = sorted(range(value.dim()), key=self.permutation.__getitem__)
-            return scope.graph.call_function(torch.ops.aten.permute.default, (node, inverse))
-        if self.span is not None:
-            args: tuple[Any, ...] = (node, list(value.shape), list(value.stride()), 0)
-            return scope.graph.call_function(torch.ops.aten.as_strided.default, args)
-        return node
+def require_supported_inputs(module: GraphModule) -> None:
+    """Refuse inputs that are dynamic, and fp8 values in tensors of other kinds."""
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            _require_static_plain(node)
 
 
-def plan_input(tensor: Tensor) -> InputView:
-    """How to hand over a graph input, from the shape and strides that the graph was traced with."""
-    if tensor.is_contiguous():
-        return InputView()
-    strides, shape = tensor.stride(), tensor.shape
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (strides[dim], shape[dim]), reverse=True))
-    if tensor.permute(order).is_contiguous():
-        return InputView(permutation=order)
-    return InputView(span=1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)))
-
-
-def plan_inputs(scope: Scope) -> list[InputView | None]:
-    """One view for each placeholder, None where it is no plain tensor; puts the inverse into the graph."""
-    placeholders = [node for node in scope.graph.nodes if node.op == "placeholder"]
-    for node in placeholders:
-        _require_static_plain(node)
-    body = next(node for node in scope.graph.nodes if node.op != "placeholder")
-    views: list[InputView | None] = []
-    for node in placeholders:
+def moved_storages(module: GraphModule) -> frozenset[int]:
+    """Storages of inputs that do not fill them from the start, or that share them."""
+    seen: set[int] = set()
+    moved: set[int] = set()
+    for node in module.graph.nodes:
         value = logical_value(node)
-        view = plan_input(value) if isinstance(value, FakeTensor) else None
-        views.append(view)
-        if view is None or view == InputView():
-            continue
-        with scope.graph.inserting_before(body):
-            scope.stand_in(node, scope.describe(view.restore(scope, node), node, value), view.lower(value))
-    return views
+        if node.op == "placeholder" and isinstance(value, FakeTensor):
+            storage = value.untyped_storage()._cdata
+            if storage in seen or value.storage_offset() or not value.is_contiguous():
+                moved.add(storage)
+            seen.add(storage)
+    return frozenset(moved)
 
 
 def _require_static_plain(node: Node) -> None:
@@ -103,11 +62,6 @@ def _hides_fp8(value: Tensor) -> bool:
     names, _ = value.__tensor_flatten__()
     parts = [getattr(value, name) for name in names]
     return carried(value) is not None or any(carried(part) is not None or _hides_fp8(part) for part in parts)
-
-
-def lower_all(views: Sequence[InputView | None], args: Sequence[Any]) -> list[Any]:
-    """What is handed over for the arguments of a call."""
-    return [arg if view is None else view.lower(arg) for arg, view in zip(args, views, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -141,15 +95,13 @@ def plan_outputs(module: GraphModule) -> list[OutputView]:
     return views
 
 
-def wrap(
-    compiled: Callable[..., Sequence[Any]],
-    inputs: Sequence[InputView | None],
-    outputs: Sequence[OutputView],
+def restore_outputs(
+    compiled: Callable[..., Sequence[Any]], outputs: Sequence[OutputView]
 ) -> Callable[..., tuple[Any, ...]]:
-    """A callable that takes and returns what the program does, around one that takes and returns bytes."""
+    """A callable that returns what the program does, around one that returns bytes."""
 
     def run(*args: Any) -> tuple[Any, ...]:
-        results = compiled(*lower_all(inputs, args))
+        results = compiled(*args)
         return tuple(_restore(result, view, args) for result, view in zip(results, outputs, strict=True))
 
     return run

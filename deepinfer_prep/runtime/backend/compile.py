@@ -12,12 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 
 from deepinfer_prep.runtime.backend import boundary
-from deepinfer_prep.runtime.backend.aliasing import (
-    compile_for_each_sharing,
-    fake_arguments,
-    pristine_copy,
-    written_inputs,
-)
 from deepinfer_prep.runtime.backend.checker import check
 from deepinfer_prep.runtime.backend.debug import SKIP_CHECK, Report, switched_off
 from deepinfer_prep.runtime.backend.downstream import Settings, compile_downstream, read_settings
@@ -26,6 +20,7 @@ from deepinfer_prep.runtime.backend.legalize import legalize, modules_with_fp8
 from deepinfer_prep.runtime.backend.scope import Scope
 from deepinfer_prep.runtime.backend.subgraphs import graph_modules
 from deepinfer_prep.runtime.backend.values import leaves, logical_value
+from deepinfer_prep.runtime.backend.variants import Variants
 
 
 def compile_graph(
@@ -44,40 +39,27 @@ def _compile_bytes(
 ) -> Callable[..., Any]:
     report = Report(settings.dump_dir)
     report.before(module)
+    boundary.require_supported_inputs(module)
     outputs = boundary.plan_outputs(module)
-    parts = list(graph_modules(module))
     tracing_mode = _tracing_mode(module)
-    scopes = [Scope(part, tracing_mode) for part in parts]
-    inputs = boundary.plan_inputs(scopes[0])
+    moved = boundary.moved_storages(module)
+    scopes = [Scope(part, tracing_mode, moved) for part in graph_modules(module)]
     for scope in scopes:
         legalize(scope, with_fp8)
     for scope in scopes:
         scope.finish()
-    report.after(module)
-    if not switched_off(SKIP_CHECK):
-        check(module)
+
+    def compile_checked(graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        report.after(graph)
+        if not switched_off(SKIP_CHECK):
+            check(graph)
+        return compile_downstream(settings, graph, examples)
+
     cuts_gradient = any(scope.cuts_gradient for scope in scopes)
     with torch.no_grad() if cuts_gradient else contextlib.nullcontext():
-        compiled = _compile_lowered(settings, module, boundary.lower_all(inputs, example_inputs))
-    run = boundary.wrap(compiled, inputs, outputs)
+        compiled = Variants(module, compile_checked).compile_first(example_inputs, _aot_mode())
+    run = boundary.restore_outputs(compiled, outputs)
     return without_gradient(run, outputs) if cuts_gradient else run
-
-
-def _compile_lowered(settings: Settings, module: GraphModule, arguments: list[Any]) -> Callable[..., Any]:
-    """Compile the legalized graph; again at a later call if inputs come to share storage differently.
-
-    arguments: what the graph is first called with.
-    """
-    written = written_inputs(module)
-    pristine = pristine_copy(module) if written else None
-    first = compile_downstream(settings, module, fake_arguments(arguments, _aot_mode()))
-    if pristine is None:
-        return first
-
-    def compile_for(args: Sequence[Any]) -> Callable[..., Any]:
-        return compile_downstream(settings, pristine_copy(pristine), fake_arguments(args, FakeTensorMode()))
-
-    return compile_for_each_sharing(compile_for, first, arguments, written)
 
 
 def _tracing_mode(module: GraphModule) -> FakeTensorMode:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from deepinfer_prep.runtime.backend.calls import Call
 from deepinfer_prep.runtime.backend.fills import encode_number
 from deepinfer_prep.runtime.backend.formats import CARRIER, ByteFormat, carried
-from deepinfer_prep.runtime.backend.scope import as_bytes
+from deepinfer_prep.runtime.backend.layout import as_bytes
 
 if TYPE_CHECKING:
     from deepinfer_prep.runtime.backend.rewriter import Rewriter

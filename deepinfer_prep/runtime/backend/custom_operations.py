@@ -13,7 +13,7 @@ from deepinfer_prep.runtime.backend.calls import bind_arguments
 from deepinfer_prep.runtime.backend.declarations import Declaration
 from deepinfer_prep.runtime.backend.errors import LegalizationError
 from deepinfer_prep.runtime.backend.formats import CARRIER, carried
-from deepinfer_prep.runtime.backend.scope import as_bytes
+from deepinfer_prep.runtime.backend.layout import as_bytes
 from deepinfer_prep.runtime.backend.values import holds_carried, map_tensors
 
 if TYPE_CHECKING:

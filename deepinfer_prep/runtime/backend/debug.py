@@ -55,6 +55,7 @@ class Report:
     def __init__(self, dump_dir: str | None) -> None:
         self._dump_dir = dump_dir
         self._number = next(_numbers)
+        self._variants = 0
 
     def before(self, module: GraphModule) -> None:
         """To be called with the graph as Dynamo made it."""
@@ -64,11 +65,12 @@ class Report:
         self._dump("before", module)
 
     def after(self, module: GraphModule) -> None:
-        """To be called with the legalized graph."""
+        """To be called with each graph that is handed on."""
         if switched_on(PRINT_GRAPH):
             title = f"deepinfer_neuron graph {self._number} after fp8 legalization"
             print(f"{title}\n{readable(module)}", file=sys.stderr)
-        self._dump("after", module)
+        self._dump("after" if self._variants == 0 else f"after_variant_{self._variants}", module)
+        self._variants += 1
 
     def _dump(self, stage: str, module: GraphModule) -> None:
         if not self._dump_dir:

@@ -11,7 +11,8 @@ from torch.fx import Node
 from deepinfer_prep.runtime.backend.custom_operations import check_declared_arguments, check_declared_results
 from deepinfer_prep.runtime.backend.declarations import Declaration, declaration_of
 from deepinfer_prep.runtime.backend.errors import LegalizationError
-from deepinfer_prep.runtime.backend.scope import Scope, as_bytes
+from deepinfer_prep.runtime.backend.layout import as_bytes
+from deepinfer_prep.runtime.backend.scope import Scope
 from deepinfer_prep.runtime.backend.values import holds_carried, logical_value, map_tensors, refuse
 
 

@@ -13,8 +13,9 @@ from torch.fx import GraphModule, Node
 from deepinfer_prep.runtime.backend.constructors import is_constructor, replace_constructor
 from deepinfer_prep.runtime.backend.formats import carried
 from deepinfer_prep.runtime.backend.kernels import adopt_kernel
+from deepinfer_prep.runtime.backend.layout import as_bytes
 from deepinfer_prep.runtime.backend.rewriter import Rewriter
-from deepinfer_prep.runtime.backend.scope import Scope, as_bytes
+from deepinfer_prep.runtime.backend.scope import Scope
 from deepinfer_prep.runtime.backend.subgraphs import attribute, graph_modules, operand_subgraphs
 from deepinfer_prep.runtime.backend.table import ENTERED, KERNELS
 from deepinfer_prep.runtime.backend.values import (

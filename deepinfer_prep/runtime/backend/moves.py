@@ -27,6 +27,8 @@ def move(rewriter: Rewriter, call: Call) -> Any:
     for name, wanted, reason in call.row.require:
         if call.arguments.get(name, wanted) != wanted:
             raise rewriter.refusal(reason, call.func)
+    if call.row.absolute and rewriter.scope.is_moved(call.arguments["self"]):
+        raise rewriter.refusal(_ABSOLUTE, call.func)
     value = call.run()
     first = next(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
     func, arguments = _with_stored_number(call, carried(first))
@@ -36,6 +38,12 @@ def move(rewriter: Rewriter, call: Call) -> Any:
     args, kwargs = order_arguments(func, arguments)
     rewriter.bind(value, rewriter.emit(func, args, kwargs, value))
     return value
+
+
+_ABSOLUTE = (
+    "it addresses the storage of a graph input that is itself a view, or shares its storage with another input; "
+    "use slices, or pass the tensor that the input is a view of"
+)
 
 
 def round_stored_number(node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -35,6 +35,7 @@ from deepinfer_prep.runtime.backend.values import (
     refused_reason,
 )
 
+_DETACH = torch.ops.aten.detach.default
 _CONSTANT_MAKERS = {"aten.scalar_tensor.default": "s", "aten.full.default": "fill_value"}
 
 
@@ -156,6 +157,9 @@ class Rewriter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if declaration is None:
                 raise self.refusal(unknown_reason(func), func)
             return call_declared(self, func, declaration, args, kwargs)
+        if func is _DETACH and not args[0].requires_grad:
+            self.bind(value, self.node_of(args[0]))
+            return value
         self.bind(value, self.emit(func, map_tensors(self.node_of, args), map_tensors(self.node_of, kwargs), value))
         number = _CONSTANT_MAKERS.get(str(func))
         if number is not None and isinstance(value, Tensor) and value.dim() == 0:

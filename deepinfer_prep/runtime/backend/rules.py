@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_prep.runtime.backend.arithmetic import compare, matmul, reduce
-from deepinfer_prep.runtime.backend.bitcasts import bitcast
+from deepinfer_prep.runtime.backend.bitcasts import bitcast, same
 from deepinfer_prep.runtime.backend.calls import Call
 from deepinfer_prep.runtime.backend.conversions import convert
 from deepinfer_prep.runtime.backend.moves import move
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from deepinfer_prep.runtime.backend.rewriter import Rewriter
 
 HANDLERS: dict[Kind, Callable[[Rewriter, Call], Any]] = {
+    Kind.SAME: same,
     Kind.MOVE: move,
     Kind.FILL: move,
     Kind.CONVERT: convert,

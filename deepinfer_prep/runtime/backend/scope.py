@@ -10,19 +10,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from deepinfer_prep.runtime.backend.formats import CARRIER, carried
+from deepinfer_prep.runtime.backend.layout import as_bytes
 from deepinfer_prep.runtime.backend.values import logical_value, map_tensors
 
 _VALUE_KEYS = frozenset({"example_value", "val", "tensor_meta"})
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The uint8 view of an fp8 tensor on the same storage; any other tensor itself.
-
-    Detached, so that it is nobody's view: where inputs share storage, AOT asks either all of them or none for
-    the tensor that they are views of.
-    """
-    return tensor.view(CARRIER).detach() if carried(tensor) is not None else tensor
 
 
 class Scope:
@@ -32,7 +23,9 @@ class Scope:
     can be looked up; new nodes are inserted before the old node that they replace.
     """
 
-    def __init__(self, module: GraphModule, fake_mode: FakeTensorMode) -> None:
+    def __init__(
+        self, module: GraphModule, fake_mode: FakeTensorMode, moved_storages: frozenset[int] = frozenset()
+    ) -> None:
         self.module = module
         self.graph = module.graph
         self.fake_mode = fake_mode
@@ -40,9 +33,13 @@ class Scope:
         """The nodes as Dynamo made them, in order."""
         self.cuts_gradient = False
         """Whether a replaced operation would have passed a gradient on."""
+        self._moved_storages = moved_storages
         self._carriers: dict[Node, Any] = {}
-        self._final_values: dict[Node, Tensor] = {}
         self._replaced: list[Node] = []
+
+    def is_moved(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the storage of an input that the compiled graph sees at another offset."""
+        return tensor.untyped_storage()._cdata in self._moved_storages
 
     def carriers(self, node: Node) -> Any:
         """The nodes that stand for an old node's value, nested as the value is."""
@@ -57,11 +54,6 @@ class Scope:
             item.meta["example_value"] = map_tensors(as_bytes, part)
         self._carriers[node] = items
         return items
-
-    def stand_in(self, node: Node, carrier: Node, value: Tensor) -> None:
-        """Let `carrier` stand for an old node that stays in the graph and becomes `value`."""
-        self._carriers[node] = carrier
-        self._final_values[node] = value
 
     def replace(self, node: Node, carriers: Any) -> None:
         """Let `carriers` stand for an old node, which is erased in the end."""
@@ -106,7 +98,7 @@ class Scope:
         for node in reversed(self._replaced):
             self.graph.erase_node(node)
         for node in self.graph.nodes:
-            value = self._final_values.get(node, logical_value(node))
+            value = logical_value(node)
             if value is not None:
                 node.meta = {**node.meta, "example_value": map_tensors(as_bytes, value)}
         self.graph.lint()

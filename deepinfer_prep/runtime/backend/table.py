@@ -14,6 +14,7 @@ from dataclasses import dataclass
 class Kind(enum.Enum):
     """What an operation does with fp8 bytes."""
 
+    SAME = "same"  # another name for the same bytes; nothing is left of it
     MOVE = "move"  # bytes are copied, viewed or indexed; the same operation on uint8 is right
     FILL = "fill"  # a number is stored as fp8: the number is encoded, the rest is a move
     CONVERT = "convert"  # decode or encode, by the types on either side
@@ -34,6 +35,7 @@ class Row:
     shape_only: tensor arguments of which only shape, strides and device matter.
     value: the number (or 0-dim tensor) that is stored.
     implied: the number that the operation stores without naming it, with the operation that names it.
+    absolute: whether it counts elements from the start of the storage.
     require: arguments that must have exactly this value, with the reason.
     reason: why the operation is refused.
     """
@@ -45,6 +47,7 @@ class Row:
     shape_only: tuple[str, ...] = ()
     value: str | None = None
     implied: tuple[float, str] | None = None
+    absolute: bool = False
     require: tuple[tuple[str, object, str], ...] = ()
     reason: str = ""
 
@@ -73,9 +76,10 @@ def _merge(parts: Iterable[dict[str, Row]]) -> dict[str, Row]:
 _MOVE_SELF = Row(Kind.MOVE, data=("self",))
 
 _MOVES = (
+    _rows(Row(Kind.SAME), "detach.default detach_.default"),
     _rows(
         _MOVE_SELF,
-        "alias.default as_strided.default detach.default detach_.default diagonal.default expand.default "
+        "alias.default diagonal.default expand.default "
         "permute.default select.int slice.Tensor split.Tensor split_with_sizes.default squeeze.default "
         "squeeze.dim squeeze.dims t.default transpose.int unbind.int unfold.default unsafe_split.Tensor "
         "unsafe_split_with_sizes.default unsqueeze.default view.default _unsafe_view.default "
@@ -97,8 +101,10 @@ _MOVES = (
     _rows(Row(Kind.MOVE, data=("self",), cast=("src",)), "copy.default copy_.default"),
     _rows(
         Row(Kind.MOVE, data=("self",), cast=("src",)),
-        "slice_scatter.default select_scatter.default diagonal_scatter.default as_strided_scatter.default",
+        "slice_scatter.default select_scatter.default diagonal_scatter.default",
     ),
+    _rows(Row(Kind.MOVE, data=("self",), absolute=True), "as_strided.default"),
+    _rows(Row(Kind.MOVE, data=("self",), cast=("src",), absolute=True), "as_strided_scatter.default"),
     _rows(
         Row(Kind.MOVE),
         "empty.memory_format empty_strided.default empty_permuted.default",
