@@ -14,7 +14,7 @@ with installed():
     from deepinfer_prep.kernels import hc_attn_out, hc_collapse, hc_expand, hc_mixes
 
 TOKENS = (1, 3, 16, 32, 64, 128, 200, 512)
-FILLS = ("random", "zeros", "negative zeros", "outlier", "large", "tiny")
+FILLS = ("random", "zeros", "negative zeros", "outlier", "large", "tiny", "near the eps")
 
 every_grid = pytest.mark.parametrize("grid", [1, 2])
 every_fill = pytest.mark.parametrize("fill", FILLS)
@@ -32,8 +32,8 @@ def streams(tokens: int, h: int, fill: str) -> torch.Tensor:
     elif fill == "outlier":
         x *= 2.0**-12
         x[:, 1, h // 2] = 3e4
-    elif fill in ("large", "tiny"):
-        x *= 2.0**40 if fill == "large" else 2.0**-60
+    elif fill in ("large", "tiny", "near the eps"):
+        x *= {"large": 2.0**40, "tiny": 2.0**-60, "near the eps": 2.0**-33}[fill]
     return x.to(torch.bfloat16)
 
 

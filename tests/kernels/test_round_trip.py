@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 from typing import Any
 
@@ -78,14 +79,22 @@ def test_any_block(codes: list[int]) -> None:
 
 
 def adversarial(rows: int, k: int) -> torch.Tensor:
-    """Blocks of every magnitude, zeros, negative zeros, single outliers and half-way values."""
+    """Blocks of every magnitude, of zeros, with one outlier, with half-way values, at and beyond a scale's limit."""
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, k // 32, 32, generator=generator)
     x *= torch.exp2(torch.randint(-40, 40, (rows, k // 32, 1), generator=generator).float())
-    x[:, 0] = 0.0
-    x[:, 1] = -0.0
-    x[:, 2, 7] = 1e30
-    x[:, 3] = 1.0625 * torch.arange(-16, 16)
+    shuffled = torch.randperm(k // 32, generator=generator).tolist()
+    for block, kind in zip(shuffled, itertools.cycle(range(6)), strict=False):
+        if kind == 0:
+            x[:, block] = 0.0 if block % 2 else -0.0
+        elif kind == 1:
+            x[:, block, 7] = 1e30
+        elif kind == 2:
+            x[:, block] = 1.0625 * torch.arange(-16, 16)
+        elif kind in (3, 4):
+            x[:, block] = torch.rand(rows, 32, generator=generator) * 220
+            x[:, block, 31] = -224.0 if kind == 3 else 225.0
+            x[:, block] *= 2.0 ** (block % 40 - 12)
     return x.reshape(rows, k).to(torch.bfloat16)
 
 
