@@ -174,3 +174,11 @@ def number_as_a_result() -> Any:
 @breaks(rules.GRID, "nl.num_programs", "axes")
 def size_of_a_second_grid_axis() -> None:
     nl.num_programs(1)
+
+
+@breaks_launch(rules.NOT_MODELLED, "core_barrier")
+def barrier_in_a_dynamic_loop() -> None:
+    def body(a: Any) -> None:
+        nl.fori_loop(0, 1, lambda i: nisa.core_barrier(data=a, cores=(0, 1)))
+
+    execute(body, np.zeros((4, 4), np.float32), grid=2)
