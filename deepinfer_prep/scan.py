@@ -55,9 +55,9 @@ def find_problems(
     Fp8 tensors without a scale count only where the options ask to copy them; else headers refuse them already.
     """
     pieces = [*_run_pieces(plan, _is_doubling), *_split_pieces(plan)]
-    if plan.options.unscaled == "copy-if-safe":
-        pieces += _unscaled_pieces(plan)
     problems = [problem for _, problem in _check(pieces, workers, chunk_size, progress)]
+    if plan.options.unscaled == "copy-if-safe":
+        problems += find_unsafe(plan, workers, chunk_size, progress).values()
     return tuple(sorted(problems)[:_MOST_PROBLEMS])
 
 

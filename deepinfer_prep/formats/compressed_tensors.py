@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from deepinfer_prep.checkpoint import Checkpoint
 from deepinfer_prep.container import TensorInfo
-from deepinfer_prep.formats.base import Family, Layout
+from deepinfer_prep.formats.base import FP8_DTYPE, Family, Layout
 from deepinfer_prep.formats.blocks import Blocks, fits, grid_problem, not_a_matrix
 from deepinfer_prep.formats.config import as_block
-from deepinfer_prep.formats.names import appended
+from deepinfer_prep.formats.names import appended, beside
 from deepinfer_prep.formats.pairing import pair_weights
 
 Scheme = Mapping[str, Any]
@@ -132,7 +132,9 @@ def _unlike(expected: str, scale: TensorInfo) -> str:
 
 
 def _packed_warning(checkpoint: Checkpoint) -> tuple[str, ...]:
-    names = [name for name in checkpoint.tensors if name.endswith(".weight_packed")]
+    packed = (name for name in checkpoint.tensors if name.endswith(".weight_packed"))
+    scales = {name: checkpoint.tensors.get(beside(name, "weight_scale")) for name in packed}
+    names = [name for name, scale in scales.items() if scale is None or scale.dtype != FP8_DTYPE]
     if not names:
         return ()
     kind = checkpoint.quantization.get("format", "packed")

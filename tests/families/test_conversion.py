@@ -31,7 +31,7 @@ RECOGNISED = {
     "llama_tensor_static": "compressed-tensors",
     "llama_block": "compressed-tensors",
     "llama_mxfp8": "compressed-tensors",
-    "llama_nvfp4": "compressed-tensors + nvfp4",
+    "llama_nvfp4": "nvfp4",
     "compressed_groups": "compressed-tensors",
     "glm_45": "compressed-tensors",
     "kimi_k2_thinking": "compressed-tensors",

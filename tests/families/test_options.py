@@ -188,14 +188,13 @@ def test_the_first_code_is_named_whatever_the_chunks(tmp_path: Path, monkeypatch
     source = source_of(tmp_path, {"x.weight": ("F8_E4M3", (200, 200), codes.tobytes())})
     monkeypatch.setattr("deepinfer_prep.scan.SEGMENT_BYTES", 4096)
     for workers, chunk_size in ((1, 4096), (4, 512)):
-        with pytest.raises(RefusedError, match="element 11,111 is"):
-            convert_checkpoint(
-                source,
-                tmp_path / "output",
-                options=Options(unscaled="copy-if-safe"),
-                workers=workers,
-                chunk_size=chunk_size,
-            )
+        options = Options(unscaled="copy-if-safe")
+        with pytest.raises(RefusedError, match="element 11,111 is") as caught:
+            convert_checkpoint(source, tmp_path / "o", options=options, workers=workers, chunk_size=chunk_size)
+        assert len(caught.value.reasons) == 1
+        found = inspect_checkpoint(source, scan=True, workers=workers, chunk_size=chunk_size).scan
+        assert found is not None
+        assert "element 11,111 is" in found.unsafe["x.weight"]
 
 
 def test_strict_counts_the_nan_codes_of_unscaled_tensors_as_well(tmp_path: Path) -> None:
@@ -349,6 +348,7 @@ ALL = {"strict": True, "maps": (MAP,), "unscaled": "copy-if-safe", "split": ("*.
 def test_options_survive_json() -> None:
     options = Options(**ALL)  # type: ignore[arg-type]
     assert Options.from_json(json.loads(json.dumps(options.to_json()))) == options
+    assert json.loads(json.dumps(options.to_json())) == options.to_json()
     assert Options.from_json({}) == Options()
     with pytest.raises(TypeError):
         Options.from_json({"unheard": 1})
