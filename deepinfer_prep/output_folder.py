@@ -18,6 +18,7 @@ from deepinfer_prep.journal import is_same_run, read_identity
 from deepinfer_prep.refusals import MANIFEST_NAME
 from deepinfer_prep.storage import sync_folder
 
+_READY, _REJECTED = "manifest.json", "rejected.json"
 _LOCK_ATTEMPTS = 100
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -26,7 +27,8 @@ class Workspace:
     """The unfinished run inside an output folder; holding it locks the folder against other runs.
 
     `OUT/.deepinfer-prep/` holds `lock`, `journal`, `files/` with everything that has no final name yet, and
-    `manifest.json` once all of that is complete and synced: from then on the run is being published.
+    `manifest.json` once all of that is complete and synced: from then on the run is being published. Where bytes
+    turn out to have changed since, that file becomes `rejected.json` and the run is repeated from its journal.
 
     Raises:
         RefusedError: another run holds the folder, or the file system cannot lock.
@@ -37,7 +39,8 @@ class Workspace:
         self.root = output / WORKSPACE_NAME
         self.files = self.root / "files"
         self.journal = self.root / "journal"
-        self.ready_manifest = self.root / "manifest.json"
+        self.ready_manifest = self.root / _READY
+        self.rejected_manifest = self.root / _REJECTED
         self._lock = _acquire(self.root / "lock")
 
     def __enter__(self) -> Workspace:
@@ -61,6 +64,7 @@ class Workspace:
     def clear(self) -> None:
         """Throw away everything that an unfinished run has written, but keep the lock."""
         self.ready_manifest.unlink(missing_ok=True)
+        self.rejected_manifest.unlink(missing_ok=True)
         self.journal.unlink(missing_ok=True)
         if self.files.exists():
             shutil.rmtree(self.files)
@@ -215,7 +219,7 @@ def _check_only_own_run(output: Path, identity: Mapping[str, Any]) -> None:
     root = output / WORKSPACE_NAME
     entries = {entry.name for entry in output.iterdir()} - {WORKSPACE_NAME, DISCARDED_NAME}
     found = read_identity(root / "journal")
-    if is_same_run(found, identity) and (root / "manifest.json").exists():
+    if is_same_run(found, identity) and ((root / _READY).exists() or (root / _REJECTED).exists()):
         return  # Its publication was interrupted: files have their final names already.
     if MANIFEST_NAME in entries:
         raise RefusedError((f"{output} already holds a finished output. Use --overwrite to replace it.",))

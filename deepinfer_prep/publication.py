@@ -55,18 +55,14 @@ def resume_publication(
 ) -> Manifest | None:
     """The manifest of a run whose publication was interrupted, once all its bytes have been checked.
 
-    None where there is no such run, or where bytes changed: published files are then removed, so that the run
-    can be repeated from its journal.
+    None where there is no such run, or where bytes changed, so that the run has to be repeated from its journal.
     """
     manifest = _read_ready(workspace)
-    if manifest is not None and not _is_intact(workspace, manifest, workers, chunk_size, progress):
-        for name in manifest.files:
-            if not workspace.path(name).exists():
-                (workspace.output / name).unlink(missing_ok=True)
-        manifest = None
-    if manifest is None:
-        workspace.ready_manifest.unlink(missing_ok=True)
-    return manifest
+    if manifest is not None and _is_intact(workspace, manifest, workers, chunk_size, progress):
+        return manifest
+    with suppress(FileNotFoundError):
+        os.replace(workspace.ready_manifest, workspace.rejected_manifest)
+    return None
 
 
 def _read_ready(workspace: Workspace) -> Manifest | None:

@@ -70,12 +70,13 @@ class SystemCalls:
 
         self.action = act
 
-    def kill(self, nth: int) -> None:
-        """Carry out `nth` calls and none after them, whatever the code does in its clean-up."""
-        before = len(self.made)
+    def kill(self, nth: int, chosen: Callable[[Call], bool] = lambda call: True) -> None:
+        """Carry out `nth` of the chosen calls and nothing after them, whatever the code does in its clean-up."""
+        left = [nth]
 
         def act(call: Call, proceed: Callable[[], Any]) -> Any:
-            if len(self.made) - before > nth:
+            left[0] -= left[0] >= 0 and chosen(call)
+            if left[0] < 0:
                 raise Killed
             return proceed()
 

@@ -54,6 +54,7 @@ def test_a_journal_cut_or_overwritten_anywhere_goes_on_from_its_last_whole_entry
     journal = Journal(path, IDENTITY)
     journal.record([segment(9)])
     journal.close()
+    assert path.read_bytes().count(b"\n") == max(intact, 1) + 1
     assert read_done(path) == {**kept, ("a\n\U0001f9ee", 9): segment(9)}
     assert is_same_run(read_identity(path), IDENTITY)
 
