@@ -212,6 +212,32 @@ def test_verify_checks_the_codes_of_unscaled_tensors(tmp_path: Path) -> None:
     assert any("the code 0x7e lies above 240" in str(difference) for difference in found.first)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "needs_source", "problem"),
+    [
+        ("unscaled", [], True, "the fp8 tensors without a scale are not those of the source"),
+        ("activation_scales", [], True, "the static activation scales are not those of the source"),
+        ("unscaled", ["l.input_scale"], False, "expected dtype F8_E4M3, found F32"),
+        ("unscaled", ["gone"], False, "the manifest names this tensor, but no file holds it"),
+    ],
+)
+def test_verify_finds_a_manifest_that_says_something_else(
+    tmp_path: Path, field: str, value: list[str], needs_source: bool, problem: str
+) -> None:
+    tensors: dict[str, Tensor] = {
+        "x.weight": ("F8_E4M3", (64, 64), 0x38),
+        "l.weight": WEIGHT,
+        "l.weight_scale": ("F32", (), ONE_F32),
+        "l.input_scale": ("F32", (), ONE_F32),
+    }
+    source, output = source_of(tmp_path, tensors), tmp_path / "output"
+    convert_checkpoint(source, output, options=Options(unscaled="copy-if-safe"))
+    path = output / "neuron_manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    found = verify_checkpoint(output, source=source if needs_source else None)
+    assert any(problem in str(difference) for difference in found.first)
+
+
 def test_unscaled_projections_of_a_repack_stay_refused_but_harmless_ones_pass(tmp_path: Path) -> None:
     bad = convert_layout("deepseek_v4_fp8_experts", tmp_path / "bad", Options(unscaled="copy-if-safe"))
     assert "tensor 'mtp.0.e_proj.weight': element" in bad.refusal
