@@ -60,7 +60,7 @@ def resume_publication(
     manifest = _read_ready(workspace)
     if manifest is not None and _is_intact(workspace, manifest, workers, chunk_size, progress):
         return manifest
-    with suppress(FileNotFoundError):
+    if workspace.ready_manifest.exists():
         os.replace(workspace.ready_manifest, workspace.rejected_manifest)
     return None
 
