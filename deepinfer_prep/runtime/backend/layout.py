@@ -99,11 +99,8 @@ class StridedWriteError(Exception):
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The uint8 view of an fp8 tensor on the same storage; any other tensor itself.
-
-    Detached, so that autograd does not take it for a view of a float tensor.
-    """
-    return tensor.view(CARRIER).detach() if carried(tensor) is not None else tensor
+    """The uint8 view of an fp8 tensor on the same storage; any other tensor itself."""
+    return tensor.view(CARRIER) if carried(tensor) is not None else tensor
 
 
 def _lower(source: Source, arg: Any) -> Any:
