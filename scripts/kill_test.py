@@ -56,13 +56,9 @@ def kill_and_resume(source: Path, output: Path, seconds: float) -> tuple[bool, i
     killed = process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
-    if not killed:
-        return False, 0, 0.0
-    if (output / MANIFEST).exists() and not (output / ".deepinfer-prep").exists():
+    if not killed or (output / MANIFEST).exists():
         return False, 0, 0.0
     names = [path for path in output.glob("*") if path.name != ".deepinfer-prep"] if output.exists() else []
-    if (output / MANIFEST).exists():
-        names.remove(output / MANIFEST)
     return True, len(names), finish(source, output)
 
 
