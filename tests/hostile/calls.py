@@ -6,6 +6,7 @@ Only calls on files below one folder are touched, so that pytest's own files kee
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -112,6 +113,9 @@ def watch(monkeypatch: pytest.MonkeyPatch, root: Path) -> SystemCalls:
     for name in (*BY_DESCRIPTOR, *BY_PATH):
         monkeypatch.setattr(os, name, intercepted(name, getattr(os, name)))
     monkeypatch.setattr(storage, "reserve_blocks", intercepted(ALLOCATE, storage.reserve_blocks))
+    accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps its own references to these.
+    for name in ("mkdir", "unlink") if accessor else ():
+        monkeypatch.setattr(accessor, name, staticmethod(getattr(os, name)))
     return calls
 
 

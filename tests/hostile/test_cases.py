@@ -165,4 +165,4 @@ def test_the_fiftieth_scale_is_missed_before_anything_is_written(tmp_path: Path)
         f"l{number}.scale": SCALE for number in range(49)
     }
     write_file(tmp_path / "source" / "a.safetensors", tensors)
-    assert "1 F8_E4M3 tensors have no scale: 'l49.weight'" in refuse(tmp_path / "source", tmp_path / "out")
+    assert "F8_E4M3 tensors that have no scale (1): 'l49.weight'" in refuse(tmp_path / "source", tmp_path / "out")
