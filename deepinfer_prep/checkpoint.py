@@ -35,6 +35,11 @@ _DEEPEST_FOLDER = 64
 _OTHER_WEIGHT_SUFFIXES = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 
 
+# Multimodal models nest the language model's config; old compressed-tensors releases wrote another key.
+_NESTED_CONFIGS = ("text_config", "language_config", "llm_config")
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+
+
 @dataclass(frozen=True, slots=True)
 class FileState:
     """What tells whether a file is still the one that was planned with."""
@@ -89,10 +94,11 @@ class Checkpoint:
 
     @property
     def quantization(self) -> Mapping[str, Any]:
-        """config.json's `quantization_config` (also looked for in `text_config`), or an empty map."""
-        for config in (self.config, self.config.get("text_config")):
-            if isinstance(config, dict) and isinstance(config.get("quantization_config"), dict):
-                return dict(config["quantization_config"])
+        """What config.json says of quantization, under any of the names and places in use, or an empty map."""
+        for place in (self.config, *(self.config.get(key) for key in _NESTED_CONFIGS)):
+            for key in _QUANTIZATION_KEYS:
+                if isinstance(place, dict) and isinstance(place.get(key), dict):
+                    return dict(place[key])
         return {}
 
     def where(self, tensor: str) -> str:
@@ -101,7 +107,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read the headers of a checkpoint: a folder, or one .safetensors file.
+    """Read the headers of a checkpoint: a folder, or one .safetensors file with the config.json beside it.
 
     Raises:
         ContainerError: a file is not a well-formed safetensors file.
@@ -112,7 +118,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} does not exist. Give the folder of a checkpoint, or one .safetensors file.")
     if not path.is_dir():
         _check_is_text(path.name, path.parent)
-        return _assemble(path.parent, [read_shard(path)], {}, (), [])
+        return _assemble(path.parent, [read_shard(path)], _read_config(path.parent), (), [])
     if (path / WORKSPACE_NAME / "journal").exists():
         raise CheckpointError(
             f"{path} holds an unfinished run of deepinfer-prep ({WORKSPACE_NAME}): it is an output, not a checkpoint. "

@@ -62,7 +62,7 @@ def _unscaled(checkpoint: Checkpoint, layout: Layout, options: Options) -> Itera
     for reason, names in groups.items():
         near = _near_misses(checkpoint, names[0]) if reason is NO_SCALE else []
         yield (
-            f"{len(names):,} F8_E4M3 tensors {reason.problem}: {_listed(checkpoint, names)}. "
+            f"F8_E4M3 tensors that {reason.problem} ({len(names):,}): {_listed(checkpoint, names)}. "
             + (f"Names beside the first that look like a scale: {', '.join(near)}. " if near else "")
             + f"{reason.advice} Where no code lies above 240 the bytes mean the same on the hardware: `inspect --scan` "
             "tells, and --unscaled copy-if-safe copies such tensors exactly."

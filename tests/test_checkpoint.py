@@ -353,3 +353,20 @@ def test_pointers_to_files_that_were_not_downloaded_are_told(tmp_path: Path) -> 
     assert warning.startswith("1 files are Git LFS pointers and are copied as such, tokenizer.model among them")
     (tmp_path / "a.safetensors").write_text(pointer)
     assert "a.safetensors is a Git LFS pointer: the real file was not downloaded" in refuse(tmp_path)
+
+
+def test_one_file_takes_the_config_beside_it(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors", {"l.weight": WEIGHT, "l.weight_scale_inv": ("U8", (64, 2), 127)})
+    write_config(tmp_path, quant_method="fp8", weight_block_size=[1, 32], scale_fmt="ue8m0")
+    checkpoint = open_checkpoint(tmp_path / "model.safetensors")
+    assert checkpoint.quantization["scale_fmt"] == "ue8m0"
+    assert checkpoint.others == ()
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("place", [None, "text_config", "language_config", "llm_config"])
+def test_quantization_is_found_where_configs_keep_it(tmp_path: Path, key: str, place: str | None) -> None:
+    write_file(tmp_path / "model.safetensors", {"l.weight": WEIGHT, "l.scale": SCALE})
+    config = {key: {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps({place: config} if place else config))
+    assert open_checkpoint(tmp_path).quantization == {"quant_method": "fp8"}

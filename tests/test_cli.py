@@ -80,14 +80,14 @@ def test_a_dry_run_refuses_what_a_run_refuses(unscaled: Path, tmp_path: Path) ->
     for extra in ((), ("--dry-run",)):
         result = run("convert", unscaled, tmp_path / "out", *extra)
         assert result.exit_code == 1
-        assert result.stderr.startswith("refused: 1 F8_E4M3 tensors have no scale: 'l.weight' in model.safetensors")
+        assert result.stderr.startswith("refused: F8_E4M3 tensors that have no scale (1): 'l.weight' in model.safetensors")
         assert not (tmp_path / "out").exists()
 
 
 def test_inspect_shows_refusals_and_fails(unscaled: Path) -> None:
     result = run("inspect", unscaled)
     assert result.exit_code == 1
-    assert "refused: 1 F8_E4M3 tensors have no scale" in result.stdout
+    assert "refused: F8_E4M3 tensors that have no scale (1)" in result.stdout
 
 
 def test_refusals_as_json(unscaled: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Unpaired:
-    """Why an F8_E4M3 tensor has no scale to go with: "N F8_E4M3 tensors {problem}: names. {advice}"."""
+    """Why an F8_E4M3 tensor has no scale to go with: "F8_E4M3 tensors that {problem} (N): names. {advice}"."""
 
     problem: str
     advice: str

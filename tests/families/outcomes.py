@@ -17,12 +17,12 @@ from .layouts import Layout, write_layout
 from .raw import Stored, read_files
 
 REFUSED = {
-    "deepseek_v4_fp8_experts": "2 F8_E4M3 tensors have no scale: 'mtp.0.e_proj.weight'",
+    "deepseek_v4_fp8_experts": "F8_E4M3 tensors that have no scale (2): 'mtp.0.e_proj.weight'",
     "llama_nvfp4": "block scales of packed 4-bit weights (NVFP4), not weights",
     "modelopt_nvfp4": "block scales of packed 4-bit weights (NVFP4), not weights",
     "modelopt_mixed": "block scales of packed 4-bit weights (NVFP4), not weights",
     "diffusion_cast": "none holds a code above 240: --unscaled copy-if-safe copies them exactly",
-    "diffusion_cast_large": "2 F8_E4M3 tensors have no scale: 'double_blocks.0.img_attn.qkv.weight'",
+    "diffusion_cast_large": "F8_E4M3 tensors that have no scale (2): 'double_blocks.0.img_attn.qkv.weight'",
     "transformer_engine": "inside Transformer Engine's opaque `_extra_state`",
 }
 """The checkpoints that are refused by default, with what the refusal has to say."""

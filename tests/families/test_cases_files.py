@@ -211,7 +211,7 @@ def test_the_one_missing_scale_of_many_is_found_from_headers(source: Path, outpu
     weights: dict[str, Tensor] = {f"l{i}.weight": WEIGHT for i in range(50)}
     scales: dict[str, Tensor] = {f"l{i}.scale": SCALE for i in range(50) if i != missing}
     write_file(source / "a.safetensors", weights | scales)
-    assert f"1 F8_E4M3 tensors have no scale: 'l{missing}.weight' in a.safetensors." in refusal(source, output)
+    assert f"F8_E4M3 tensors that have no scale (1): 'l{missing}.weight' in a.safetensors." in refusal(source, output)
     assert inspect_checkpoint(source).refusals
 
 

@@ -87,7 +87,7 @@ def test_other_choices_are_wrong_usage(option: dict[str, Any]) -> None:
 
 def test_a_map_pairs_what_no_family_knows(tmp_path: Path) -> None:
     source, output = source_of(tmp_path, UNKNOWN), tmp_path / "output"
-    assert "2 F8_E4M3 tensors have no scale" in refused(source, output)
+    assert "F8_E4M3 tensors that have no scale (2)" in refused(source, output)
     result = convert_checkpoint(source, output, options=Options(maps=(MAP,)))
     assert result.family == "map + deepseek-v4"
     tensors = read_file(output / "model.safetensors")
@@ -134,7 +134,7 @@ def test_a_map_that_pairs_nothing_or_no_scale_is_refused(tmp_path: Path, text: s
 def test_two_maps_that_disagree_are_refused(tmp_path: Path) -> None:
     source = source_of(tmp_path, {"a.weight": WEIGHT, "a.x": ("F32", (), ONE_F32), "a.y": ("F32", (), ONE_F32)})
     message = refused(source, tmp_path / "output", maps=("*.weight=*.x", "*.weight=*.y"))
-    assert "have more than one tensor that could be their scale, `x` and `y`: 'a.weight'" in message
+    assert "have more than one tensor that could be their scale, `x` and `y` (1): 'a.weight'" in message
 
 
 def test_a_map_decides_where_two_scales_are_possible(tmp_path: Path) -> None:
@@ -146,7 +146,8 @@ def test_a_map_decides_where_two_scales_are_possible(tmp_path: Path) -> None:
     source, output = source_of(tmp_path, tensors), tmp_path / "output"
     message = refused(source, output)
     assert (
-        "more than one tensor that could be their scale, `weight_scale_inv` and `weight_scale`: 'l.weight'" in message
+        "more than one tensor that could be their scale, `weight_scale_inv` and `weight_scale` (1): 'l.weight'"
+        in message
     )
     assert "--map WEIGHT=SCALE" in message
     convert_checkpoint(source, output, options=Options(maps=("*.weight=*.weight_scale",)))
