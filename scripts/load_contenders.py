@@ -102,6 +102,14 @@ def _load_file(output: Path, source: Path, nothing: None) -> list[torch.Tensor]:
     return [tensor for path in shards(output, read_manifest(output)) for tensor in load_file(path).values()]
 
 
+def _load_file_assign(output: Path, source: Path, model: nn.Module) -> list[torch.Tensor]:
+    """Parameters of a model on meta replaced by tensors; scales are kept beside it."""
+    tensors = {name: one for path in shards(output, read_manifest(output)) for name, one in load_file(path).items()}
+    parameters = {name for name, _ in model.named_parameters()}
+    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in parameters}, assign=True)
+    return list(tensors.values())
+
+
 def _load_file_into(output: Path, source: Path, model: nn.Module) -> list[torch.Tensor]:
     """In-memory parameters by copies; the scales are kept as they come."""
     parameters = dict(model.named_parameters())
@@ -134,8 +142,8 @@ def _load_and_rescale(output: Path, source: Path, model: nn.Module) -> list[torc
     """The source into a model, then `rescale_fp8_weights`."""
     manifest = read_manifest(output)
     tensors = {name: tensor for path in shards(source, manifest) for name, tensor in load_file(path).items()}
-    weights = {name: tensor for name, tensor in tensors.items() if name in dict(model.named_parameters())}
-    model.load_state_dict(weights, assign=True)
+    wanted = {name for name, _ in model.named_parameters()}
+    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in wanted}, assign=True)
     for name, parameter in model.named_parameters():
         if name in manifest.weights:
             parameter.sf = tensors[manifest.weights[name].scale]  # type: ignore[attr-defined]
@@ -189,6 +197,9 @@ def contenders() -> Iterator[Contender]:
     yield Contender("ours", "load_weights into a model on meta, everything attached", on_meta, _ours)
     yield Contender("ours, tensors", "PreparedCheckpoint.read_all of every tensor", _nothing, _ours_tensors)
     yield Contender("ours, pread", "load_weights into a model on meta, access='pread'", on_meta, _ours_pread)
+    yield Contender(
+        "load_file, assign", "load_file, then load_state_dict(assign=True) on meta", on_meta, _load_file_assign
+    )
     yield Contender("ours, in place", "load_weights into a model that has memory", in_memory, _ours)
     yield Contender(
         "load_file, in place", "load_file, then copy_ into a model that has memory", in_memory, _load_file_into

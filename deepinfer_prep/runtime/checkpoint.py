@@ -22,6 +22,7 @@ from deepinfer_prep.kernel_scale import KERNEL_BLOCK
 from deepinfer_prep.manifest import Manifest, WeightRecord
 from deepinfer_prep.parallel import run_parallel
 from deepinfer_prep.runtime.batch import Batch, Request
+from deepinfer_prep.runtime.collector import collector_paused
 from deepinfer_prep.runtime.contents import StoredTensor, read_contents
 from deepinfer_prep.runtime.slices import WHOLE, Grid, Slice, axis_of, in_step, share, unit_of
 from deepinfer_prep.runtime.tensor_file import TensorFile
@@ -67,7 +68,8 @@ class PreparedCheckpoint:
         self.folder = Path(folder)
         self.access = access
         self.workers = workers or min(16, 2 * len(os.sched_getaffinity(0)))
-        contents = read_contents(self.folder)
+        with collector_paused():
+            contents = read_contents(self.folder)
         self.manifest: Manifest = contents.manifest
         self.tensors: Mapping[str, StoredTensor] = contents.tensors
         """Every tensor by name, those of the sidecar last."""
@@ -182,7 +184,8 @@ class PreparedCheckpoint:
             CheckpointError: the manifest has no quantized weight of that name.
             SliceError: the part cuts through a block that shares a scale.
         """
-        return in_step(part, self.tensor(weight).shape, self._scale_grid(weight), self._where(weight))
+        grid = self._scale_grid(weight)
+        return WHOLE if part.is_whole else in_step(part, self.tensor(weight).shape, grid, self._where(weight))
 
     def kernel_scale_part(self, weight: str, part: Slice) -> Slice:
         """The part of a weight's kernel scale that belongs to a part of the weight.
@@ -195,7 +198,7 @@ class PreparedCheckpoint:
         if grid is None:
             reason = self.record(weight).reason
             raise CheckpointError(f"{self._where(weight)} has no kernel scale: {reason}.")
-        return in_step(part, self.tensor(weight).shape, grid, self._where(weight))
+        return WHOLE if part.is_whole else in_step(part, self.tensor(weight).shape, grid, self._where(weight))
 
     def share(self, name: str, axis: Literal["experts", "rows", "columns"], rank: int, world: int) -> Slice:
         """The part of a tensor that one rank of several takes along an axis, cut where its scales allow it.

@@ -13,7 +13,7 @@ from deepinfer_prep.manifest import WeightRecord
 from deepinfer_prep.runtime.assembly import Assembly, AssemblyError, Piece, Place, as_grid, assemble
 from deepinfer_prep.runtime.checkpoint import PreparedCheckpoint
 from deepinfer_prep.runtime.scales import FLOAT_NAMES
-from deepinfer_prep.runtime.slices import Slice, bounds_of, shape_of
+from deepinfer_prep.runtime.slices import Slice, part_shape
 from deepinfer_prep.runtime.slots import Slot
 
 _FLOAT_KERNEL_BLOCK = (128, 128)
@@ -93,7 +93,7 @@ def _scales(
     pieces = []
     for place, name in zip(value.places, names, strict=True):
         part = part_of(place.piece.name, place.piece.part)
-        shape = shape_of(bounds_of(part, checkpoint.tensor(name).shape, f"tensor {name!r}"))
+        shape = part_shape(part, checkpoint.tensor(name).shape, name)
         pieces.append(Piece(name, part, shape, place.piece.target))
     return assemble(as_grid(pieces), _one_dtype(checkpoint, names))
 

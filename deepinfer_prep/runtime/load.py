@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from deepinfer_prep.runtime.assembly import Target
 from deepinfer_prep.runtime.checkpoint import PreparedCheckpoint, Request
+from deepinfer_prep.runtime.collector import collector_paused
 from deepinfer_prep.runtime.fill import Filling
 from deepinfer_prep.runtime.load_plan import LoadPlan, Rename, Slices, plan_load
 from deepinfer_prep.runtime.slots import names_on_meta
@@ -96,8 +97,8 @@ def load_weights(
                 model, opened, rename=rename, slices=slices, device=device, strict=strict, progress=progress
             )
     started, read_before = time.perf_counter(), checkpoint.bytes_read
-    plan = plan_load(model, checkpoint, rename, slices, strict)
-    with torch.no_grad():
+    with torch.no_grad(), collector_paused():
+        plan = plan_load(model, checkpoint, rename, slices, strict)
         loaded = _execute(plan, checkpoint, torch.device(device), progress)
     report = LoadReport(
         tensors=len(plan.slots),

@@ -16,7 +16,7 @@ from deepinfer_prep.runtime.assembly import Assembly, AssemblyError, Piece, Targ
 from deepinfer_prep.runtime.checkpoint import PreparedCheckpoint
 from deepinfer_prep.runtime.companions import Companions, companions_of
 from deepinfer_prep.runtime.dtypes import holds_same_bytes
-from deepinfer_prep.runtime.slices import WHOLE, Slice, SliceError, bounds_of, shape_of
+from deepinfer_prep.runtime.slices import WHOLE, Slice, SliceError, part_shape
 from deepinfer_prep.runtime.slots import Slot, slots_of
 
 Rename = Callable[[str], str | Target | None]
@@ -112,7 +112,7 @@ def _add_piece(
     try:
         loaded = [user for user in users if user in matching.parts]
         part = _common_part(checkpoint, name, loaded, matching.parts) if loaded else slices(name) or WHOLE
-        shape = shape_of(bounds_of(part, tensor.shape, f"tensor {name!r}"))
+        shape = part_shape(part, tensor.shape, f"tensor {name!r}")
     except SliceError as error:
         matching.problems.append(str(error))
         return

@@ -82,6 +82,15 @@ def shape_of(bounds: Bounds) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in bounds)
 
 
+def part_shape(part: Slice, shape: tuple[int, ...], where: str) -> tuple[int, ...]:
+    """The shape of a part of a tensor.
+
+    Raises:
+        SliceError: the part does not lie in the tensor.
+    """
+    return shape if part.is_whole else shape_of(bounds_of(part, shape, where))
+
+
 def in_step(part: Slice, shape: tuple[int, ...], grid: Grid, where: str) -> Slice:
     """The part of a scale that belongs to a part of its weight.
 

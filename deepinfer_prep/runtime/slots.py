@@ -67,5 +67,10 @@ def slots_of(model: nn.Module) -> Mapping[str, Slot]:
 
 def names_on_meta(model: nn.Module) -> tuple[str, ...]:
     """Parameters and buffers that still have no memory, buffers that no checkpoint fills included."""
-    held = (*model.named_parameters(), *model.named_buffers())
-    return tuple(name for name, tensor in held if tensor.device.type == "meta")
+    return tuple(
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for held in (module._parameters, module._buffers)
+        for name, tensor in held.items()
+        if tensor is not None and tensor.is_meta
+    )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from deepinfer_prep.errors import ManifestError, RefusedError
 from deepinfer_prep.runtime.assembly import Target
@@ -458,6 +459,28 @@ def test_one_summary_line(output: Path, caplog: pytest.LogCaptureFixture) -> Non
     lines = [record.getMessage() for record in caplog.records if record.name == "deepinfer_prep.runtime.load"]
     assert lines == [f"{output}: {report}"]
     assert re.match(r"loaded 7 tensors, 0\.0\d GB in \d+\.\d\d s \(\d+\.\d\d GB/s\), 0\.0\d GB read", str(report))
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_progress_bar_counts_every_byte_and_is_for_terminals(
+    output: Path, monkeypatch: pytest.MonkeyPatch, shown: bool
+) -> None:
+    bars = []
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, **options: object) -> None:
+            bars.append(options | {"done": 0})
+            super().__init__(**options)
+
+        def update(self, count: float | None = 1) -> None:
+            bars[-1]["done"] += count
+
+    monkeypatch.setattr("deepinfer_prep.runtime.load.tqdm", Bar)
+    load_weights(Model(), output, rename=rename, progress=shown)
+    list(weights_iterator(output, progress=shown))
+    assert [bar["done"] for bar in bars] == [bar["total"] for bar in bars]
+    assert bars[0]["total"] > 30_000
+    assert [bar["disable"] for bar in bars] == [None if shown else True] * 2
 
 
 @pytest.mark.parametrize("access", ["mmap", "pread"])
