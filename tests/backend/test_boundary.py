@@ -45,7 +45,7 @@ class TestLayouts:
 
     def test_nothing_is_copied(self, layout: str) -> None:
         tensor = LAYOUTS[layout](fp8(96))
-        (lowered,) = plan_layout([tensor], []).lower([tensor])
+        (lowered,) = plan_layout([tensor], []).lowering([tensor])([tensor])
         assert lowered.is_contiguous()
         assert lowered.dtype is torch.uint8
         same = lowered.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
@@ -281,6 +281,32 @@ class TestSharedStorage:
     def test_as_strided_on_an_input_with_an_offset_is_refused(self) -> None:
         error = refusal(lambda x: x.as_strided((2, 2), (4, 1)).float(), fp8(64)[8:])
         assert "addresses the storage of a graph input" in str(error)
+
+
+SHARED_RESULTS = {
+    "a part": lambda x: (y := x.clone(), y[1:]),
+    "chunks of a strided one": lambda x: (y := x[:, 2:6].select_scatter(x[0, :4], 0, 1), *y.chunk(2, -1)),
+    "transposed": lambda x: (y := (x.float() * 2).to(F8), y.t(), y.view(torch.uint8)),
+    "parts without the whole": lambda x: (y := x.float(), y[0], y.t()[1:])[1:],
+    "expanded": lambda x: (y := x.clone(), y[:1].expand(4, 8)),
+    "overlapping": lambda x: (y := x.clone(), y.unfold(1, 3, 1)),
+    "several types": lambda x: (y := x.clone(), y.view(torch.int32), y.view(torch.int16)[1]),
+    "scalars": lambda x: (y := x.clone(), y[0, 0], y[3, 7]),
+}
+
+
+class TestResultsThatShareStorage:
+    """With each other: eager's sharing is kept, whatever the device's compiler returns."""
+
+    @pytest.mark.parametrize("name", SHARED_RESULTS)
+    def test_equal_and_shared(self, name: str) -> None:
+        program = SHARED_RESULTS[name]
+        expected, actual = program(fp8(4, 8)), run_compiled(program, (fp8(4, 8),))
+        assert_same(expected, actual)
+        assert [t.stride() for t in expected] == [t.stride() for t in actual]
+        for results in (expected, actual):
+            results[0].fill_(1) if name == "expanded" else results[-1].zero_()
+        assert_same(expected, actual)
 
 
 class TestSubclasses:

@@ -1,10 +1,6 @@
-"""What may enter a graph, and what its results are in the program."""
+"""What may enter a graph."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,52 +58,3 @@ def _hides_fp8(value: Tensor) -> bool:
     names, _ = value.__tensor_flatten__()
     parts = [getattr(value, name) for name in names]
     return carried(value) is not None or any(carried(part) is not None or _hides_fp8(part) for part in parts)
-
-
-@dataclass(frozen=True)
-class OutputView:
-    """What one output of the compiled graph is in the program.
-
-    dtype: the fp8 type to view it as. argument: the argument that it is. with_gradient: whether eager
-    would give it a gradient.
-    """
-
-    dtype: torch.dtype | None
-    argument: int | None
-    with_gradient: bool
-
-
-def plan_outputs(module: GraphModule) -> list[OutputView]:
-    """One view for each output, in order; to be called before the graph is rewritten."""
-    nodes = list(module.graph.nodes)
-    arguments = {node: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
-    views = []
-    for leaf in nodes[-1].args[0]:
-        value = logical_value(leaf) if isinstance(leaf, Node) else None
-        fmt = carried(value)
-        views.append(
-            OutputView(
-                dtype=None if fmt is None else fmt.dtype,
-                argument=arguments.get(leaf) if isinstance(leaf, Node) else None,
-                with_gradient=isinstance(value, Tensor) and value.requires_grad,
-            )
-        )
-    return views
-
-
-def restore_outputs(
-    compiled: Callable[..., Sequence[Any]], outputs: Sequence[OutputView]
-) -> Callable[..., tuple[Any, ...]]:
-    """A callable that returns what the program does, around one that returns bytes."""
-
-    def run(*args: Any) -> tuple[Any, ...]:
-        results = compiled(*args)
-        return tuple(_restore(result, view, args) for result, view in zip(results, outputs, strict=True))
-
-    return run
-
-
-def _restore(result: Any, view: OutputView, args: Sequence[Any]) -> Any:
-    if view.argument is not None:
-        return args[view.argument]
-    return result if view.dtype is None else result.view(view.dtype)

@@ -17,6 +17,7 @@ from deepinfer_prep.runtime.backend.debug import SKIP_CHECK, Report, switched_of
 from deepinfer_prep.runtime.backend.downstream import Settings, compile_downstream, read_settings
 from deepinfer_prep.runtime.backend.gradients import without_gradient
 from deepinfer_prep.runtime.backend.legalize import legalize, modules_with_fp8
+from deepinfer_prep.runtime.backend.outputs import plan_outputs, restore_outputs, separate_outputs
 from deepinfer_prep.runtime.backend.scope import Scope
 from deepinfer_prep.runtime.backend.subgraphs import graph_modules
 from deepinfer_prep.runtime.backend.values import leaves, logical_value
@@ -40,12 +41,13 @@ def _compile_bytes(
     report = Report(settings.dump_dir)
     report.before(module)
     boundary.require_supported_inputs(module)
-    outputs = boundary.plan_outputs(module)
+    outputs = plan_outputs(module)
     tracing_mode = _tracing_mode(module)
     moved = boundary.moved_storages(module)
     scopes = [Scope(part, tracing_mode, moved) for part in graph_modules(module)]
     for scope in scopes:
         legalize(scope, with_fp8)
+    separate_outputs(scopes[0], outputs)
     for scope in scopes:
         scope.finish()
 
@@ -58,7 +60,7 @@ def _compile_bytes(
     cuts_gradient = any(scope.cuts_gradient for scope in scopes)
     with torch.no_grad() if cuts_gradient else contextlib.nullcontext():
         compiled = Variants(module, compile_checked).compile_first(example_inputs, _aot_mode())
-    run = boundary.restore_outputs(compiled, outputs)
+    run = restore_outputs(compiled, outputs)
     return without_gradient(run, outputs) if cuts_gradient else run
 
 

@@ -10,7 +10,7 @@ takes each of them out of its range by views and slices, so that what it writes 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -85,9 +85,21 @@ class Layout:
         """Whether every argument is handed over as it is."""
         return all(isinstance(source, Whole) and source.permutation is None for source in self.sources)
 
-    def lower(self, args: Sequence[Any]) -> list[Any]:
-        """What is handed over for the arguments of a call: bytes for fp8, on the same storage."""
-        return [_lower(source, args[source.index]) for source in self.sources]
+    def lowering(self, args: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any]]:
+        """A function from the arguments of a call to what is handed over: bytes for fp8, on the same storage.
+
+        args: arguments of the types and shapes that the function will be called with.
+        """
+        indices = [source.index for source in self.sources]
+        changed = [(place, source) for place, source in enumerate(self.sources) if _changes(source, args)]
+
+        def lower(args: Sequence[Any]) -> list[Any]:
+            lowered = [args[index] for index in indices]
+            for place, source in changed:
+                lowered[place] = _lower(source, lowered[place])
+            return lowered
+
+        return lower
 
 
 class StridedWriteError(Exception):
@@ -103,29 +115,36 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(CARRIER) if carried(tensor) is not None else tensor
 
 
-def _lower(source: Source, arg: Any) -> Any:
+def _changes(source: Source, args: Sequence[Any]) -> bool:
+    plain = isinstance(source, Whole) and source.permutation is None and not source.copied
+    return not plain or carried(args[source.index]) is not None
+
+
+def _lower(source: Source, arg: Tensor) -> Tensor:
     if isinstance(source, ByteRange):
         start = arg.storage_offset() * arg.element_size() - source.before
         return torch.empty(0, dtype=CARRIER, device=arg.device).set_(
             arg.untyped_storage(), start, (source.length,), (1,)
         )
-    if not isinstance(arg, Tensor):
-        return arg
     lowered = as_bytes(arg)
     if source.permutation is not None:
         return lowered.permute(source.permutation)
     return lowered.contiguous() if source.copied else lowered
 
 
-def plan_layout(args: Sequence[Any], written: Sequence[int]) -> Layout:
+def plan_layout(args: Sequence[Any], written: Sequence[int], considered: Iterable[int] | None = None) -> Layout:
     """The layout for the arguments of a call, of which those at `written` are written to.
 
-    :raises StridedWriteError: if one of those cannot be described.
+    considered: the arguments to lay out, in ascending order; all of them by default.
+
+    :raises StridedWriteError: if one of those that are written to cannot be described.
     """
-    shared = _shared_with_written(args, written)
+    considered = range(len(args)) if considered is None else list(considered)
+    shared = _shared_with_written(args, written, considered)
     sources: list[Source] = []
     parts: list[Part | None] = [None] * len(args)
-    for index, arg in enumerate(args):
+    for index in considered:
+        arg = args[index]
         if index in shared:
             continue
         source = _alone(index, arg)
@@ -146,12 +165,19 @@ def plan_layout(args: Sequence[Any], written: Sequence[int]) -> Layout:
     return Layout(tuple(sources), tuple(parts))
 
 
-def _shared_with_written(args: Sequence[Any], written: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def storage_of(tensor: Tensor) -> int:
+    """What identifies a tensor's storage while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _shared_with_written(
+    args: Sequence[Any], written: Sequence[int], considered: Iterable[int]
+) -> dict[int, tuple[int, ...]]:
     """For each argument that shares storage with one that is written to: all that do, itself included."""
     groups: dict[int, list[int]] = defaultdict(list)
-    for index, arg in enumerate(args):
-        if isinstance(arg, Tensor) and arg.numel():
-            groups[arg.untyped_storage()._cdata].append(index)
+    for index in considered:
+        if isinstance(args[index], Tensor) and args[index].numel():
+            groups[storage_of(args[index])].append(index)
     relevant = [tuple(group) for group in groups.values() if len(group) > 1 and not set(written).isdisjoint(group)]
     return {index: group for group in relevant for index in group}
 

@@ -40,6 +40,28 @@ def move(rewriter: Rewriter, call: Call) -> Any:
     return value
 
 
+def split(rewriter: Rewriter, call: Call) -> Any:
+    """Pieces along a dimension, one slice or element each.
+
+    AOT takes the pieces of an operation with several results out of their source by its strides, which are
+    not those of what a compiler for the device computes.
+    """
+    pieces = call.run()
+    node, dim = rewriter.node_of(call.arguments["self"]), call.arguments.get("dim", 0)
+    start = 0
+    for index, piece in enumerate(pieces):
+        if call.func is _UNBIND:
+            rewriter.bind(piece, rewriter.emit(_SELECT, (node, dim, index), {}, piece))
+        else:
+            end = start + piece.shape[dim]
+            rewriter.bind(piece, rewriter.emit(_SLICE, (node, dim, start, end), {}, piece))
+            start = end
+    return pieces
+
+
+_UNBIND = torch.ops.aten.unbind.int
+_SELECT = torch.ops.aten.select.int
+_SLICE = torch.ops.aten.slice.Tensor
 _ABSOLUTE = (
     "it addresses the storage of a graph input that is itself a view, or shares its storage with another input; "
     "use slices, or pass the tensor that the input is a view of"

@@ -13,7 +13,7 @@ from deepinfer_prep.runtime.backend.arithmetic import compare, matmul, reduce
 from deepinfer_prep.runtime.backend.bitcasts import bitcast, same
 from deepinfer_prep.runtime.backend.calls import Call
 from deepinfer_prep.runtime.backend.conversions import convert
-from deepinfer_prep.runtime.backend.moves import move
+from deepinfer_prep.runtime.backend.moves import move, split
 from deepinfer_prep.runtime.backend.table import Kind
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 HANDLERS: dict[Kind, Callable[[Rewriter, Call], Any]] = {
     Kind.SAME: same,
     Kind.MOVE: move,
+    Kind.SPLIT: split,
     Kind.FILL: move,
     Kind.CONVERT: convert,
     Kind.BITCAST: bitcast,

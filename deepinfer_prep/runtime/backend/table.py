@@ -16,6 +16,7 @@ class Kind(enum.Enum):
 
     SAME = "same"  # another name for the same bytes; nothing is left of it
     MOVE = "move"  # bytes are copied, viewed or indexed; the same operation on uint8 is right
+    SPLIT = "split"  # a view in pieces; each piece becomes a view of its own
     FILL = "fill"  # a number is stored as fp8: the number is encoded, the rest is a move
     CONVERT = "convert"  # decode or encode, by the types on either side
     BITCAST = "bitcast"  # bytes are read as another type
@@ -76,14 +77,16 @@ def _merge(parts: Iterable[dict[str, Row]]) -> dict[str, Row]:
 _MOVE_SELF = Row(Kind.MOVE, data=("self",))
 
 _MOVES = (
+    _rows(
+        Row(Kind.SPLIT),
+        "split.Tensor split_with_sizes.default unbind.int unsafe_split.Tensor unsafe_split_with_sizes.default",
+    ),
     _rows(Row(Kind.SAME), "detach.default detach_.default"),
     _rows(
         _MOVE_SELF,
-        "alias.default diagonal.default expand.default "
-        "permute.default select.int slice.Tensor split.Tensor split_with_sizes.default squeeze.default "
-        "squeeze.dim squeeze.dims t.default transpose.int unbind.int unfold.default unsafe_split.Tensor "
-        "unsafe_split_with_sizes.default unsqueeze.default view.default _unsafe_view.default "
-        "_reshape_alias.default lift_fresh.default lift_fresh_copy.default",
+        "alias.default diagonal.default expand.default permute.default select.int slice.Tensor squeeze.default "
+        "squeeze.dim squeeze.dims t.default transpose.int unfold.default unsqueeze.default view.default "
+        "_unsafe_view.default _reshape_alias.default lift_fresh.default lift_fresh_copy.default",
     ),
     _rows(
         _MOVE_SELF,

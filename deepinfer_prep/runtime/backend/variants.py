@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from deepinfer_prep.runtime.backend.aliasing import written_inputs
 from deepinfer_prep.runtime.backend.inputs import copy_graph, with_layout
-from deepinfer_prep.runtime.backend.layout import Layout, StridedWriteError, plan_layout
+from deepinfer_prep.runtime.backend.layout import Layout, StridedWriteError, plan_layout, storage_of
 from deepinfer_prep.runtime.backend.values import refuse
 
 Compiler = Callable[[GraphModule, list[Any]], Callable[..., Any]]
@@ -28,30 +28,40 @@ class Variants:
         self._module = module
         self._compiler = compiler
         self._written = written_inputs(module)
-        self._compiled: dict[Layout, Callable[..., Any]] = {}
+        self._variants: dict[Layout, Callable[..., Any]] = {}
+        self._plain: list[int] = []
+        self._special: list[int] = []
 
     def compile_first(self, args: Sequence[Any], fake_mode: FakeTensorMode) -> Callable[..., Any]:
         """Compile for the arguments of the first call; returns what runs that call and all others."""
         layout = self._plan(args)
-        plain = layout.is_trivial
         module, self._module = self._module, copy_graph(self._module) if self._written else self._module
-        compiled = self._compile(module, layout, args, fake_mode)
-        if plain and not self._written:
-            return lambda *call: compiled(*layout.lower(call))
-        self._compiled[layout] = compiled
+        run = self._compile(module, layout, args, fake_mode)
+        if layout.is_trivial and not self._written:
+            return run
+        for index, arg in enumerate(args):
+            plain = isinstance(arg, Tensor) and arg.is_contiguous() and index not in self._written
+            (self._plain if plain else self._special).append(index)
+        self._variants[self._key(args)] = run
         return self._run
 
     def _run(self, *args: Any) -> Any:
-        layout = self._plan(args)
-        compiled = self._compiled.get(layout)
-        if compiled is None:
-            compiled = self._compile(copy_graph(self._module), layout, args, FakeTensorMode())
-            self._compiled[layout] = compiled
-        return compiled(*layout.lower(args))
+        key = self._key(args)
+        run = self._variants.get(key)
+        if run is None:
+            run = self._compile(copy_graph(self._module), self._plan(args), args, FakeTensorMode())
+            self._variants[key] = run
+        return run(*args)
 
-    def _plan(self, args: Sequence[Any]) -> Layout:
+    def _key(self, args: Sequence[Any]) -> Layout:
+        """The layout of those arguments that can make a difference: most can not, and are only looked at."""
+        written = {storage_of(args[index]) for index in self._written}
+        shared = [index for index in self._plain if storage_of(args[index]) in written]
+        return self._plan(args, sorted(self._special + shared))
+
+    def _plan(self, args: Sequence[Any], considered: list[int] | None = None) -> Layout:
         try:
-            return plan_layout(args, self._written)
+            return plan_layout(args, self._written, considered)
         except StridedWriteError as error:
             node = [node for node in self._module.graph.nodes if node.op == "placeholder"][error.index]
             raise refuse(
@@ -63,10 +73,12 @@ class Variants:
     def _compile(
         self, module: GraphModule, layout: Layout, args: Sequence[Any], fake_mode: FakeTensorMode
     ) -> Callable[..., Any]:
+        """Compile a graph for a layout; returns what takes the arguments of a call."""
+        lower = layout.lowering(args)
         examples = [
-            fake_mode.from_tensor(arg, static_shapes=True) if isinstance(arg, Tensor) else arg
-            for arg in layout.lower(args)
+            fake_mode.from_tensor(arg, static_shapes=True) if isinstance(arg, Tensor) else arg for arg in lower(args)
         ]
         if not layout.is_trivial:
             module = with_layout(module, layout, examples)
-        return self._compiler(module, examples)
+        compiled = self._compiler(module, examples)
+        return lambda *call: compiled(*lower(call))
