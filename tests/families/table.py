@@ -1,4 +1,4 @@
-"""The table of docs/families.md, made by converting every fixture: `python tests/families/table.py` writes it."""
+"""The table of families in the README, made by converting every fixture: `python tests/families/table.py` writes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from families.judges import JUDGES
 from families.layouts import LAYOUTS
 from families.outcomes import Outcome, convert_layout
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
+DOCUMENT = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 HEAD = ("Family", "Recognised as", "Halved", "Doubled", "Kernel scale", "Static scales kept", "Tested with")
 
