@@ -20,7 +20,7 @@ from pathlib import Path
 from deepinfer_prep import fp8
 from deepinfer_prep.checkpoint import INDEX_SUFFIX, SHARD_SUFFIX
 from deepinfer_prep.digest import digest_range
-from deepinfer_prep.errors import ManifestError
+from deepinfer_prep.errors import ConversionError, ManifestError
 from deepinfer_prep.manifest import Manifest, parse_manifest
 from deepinfer_prep.output_folder import Workspace
 from deepinfer_prep.parallel import run_parallel, segments
@@ -33,6 +33,7 @@ def publish(workspace: Workspace, manifest: Manifest) -> None:
     """Give every file of a complete workspace its final name, the manifest last, and remove the workspace.
 
     Raises:
+        ConversionError: a file is neither here nor at its final place.
         OSError: a step failed; the same command goes on from there.
     """
     text = manifest.to_json()
@@ -97,6 +98,8 @@ def _rename(workspace: Workspace, names: Iterable[str]) -> None:
         folders |= {workspace.output / folder for folder in Path(name).parents}
         if workspace.path(name).exists():
             os.replace(workspace.path(name), target)
+        elif not target.exists():
+            raise ConversionError(f"{target} vanished while the output was being completed. Run the command again.")
     for folder in sorted(folders):
         sync_folder(folder)
 

@@ -10,14 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_files import tree, write_file
 
 from deepinfer_prep import convert_checkpoint, verify_checkpoint
-from hostile.calls import Killed, SystemCalls, watch
+from deepinfer_prep.errors import ConversionError
+from hostile.calls import Call, Killed, SystemCalls, watch
 from hostile.checkpoints import MANIFEST, WORKSPACE, convert, published, write_checkpoint
 from hostile.power import Disk
 
@@ -165,6 +168,24 @@ def do_damage(path: Path, damage: str) -> None:
         path.unlink()
     else:
         path.write_bytes(data[:-1] if damage == "size" else data)
+
+
+def test_a_file_that_vanishes_in_the_last_moment_is_missed(
+    source: Path, expected: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, calls = scratch / "out", watch(monkeypatch, scratch)
+
+    def act(call: Call, proceed: Callable[[], Any]) -> Any:
+        if call.name == "replace" and call.path.endswith("files/config.json"):
+            os.unlink(output / WORKSPACE / "files" / "model-1.safetensors")
+        return proceed()
+
+    calls.action = act
+    with pytest.raises(ConversionError, match=r"model-1\.safetensors vanished"):
+        run(source, output)
+    calls.mend()
+    assert MANIFEST not in published(output)
+    resume(source, output, expected)
 
 
 @DEAD
