@@ -18,6 +18,7 @@ WEIGHTS = frozenset({Operation.HALVE})
 ALL_FP8 = frozenset({Operation.HALVE, Operation.COPY_FP8})
 
 _MOST_PROBLEMS = 20
+_BATCH_PIECES = 256
 _MOST_BYTES_UNASKED = 256 * 1024 * 1024
 
 
@@ -102,8 +103,8 @@ def scan_codes(
     pieces = list(_run_pieces(plan, lambda operation: operation in operations))
     meter = Meter(progress, "scan weights", sum(piece.nbytes for piece in pieces))
     total = Tally()
-    for piece, tally in run_parallel(pieces, _count_piece, workers, chunk_size):
-        meter.add(piece.nbytes)
+    for size, tally in run_parallel(_batches(pieces), _count, workers, chunk_size):
+        meter.add(size)
         total.add(tally)
     return total
 
@@ -141,10 +142,23 @@ def _check(
     """The pieces with a problem."""
     pieces = list(pieces)
     meter = Meter(progress, "check values", sum(piece.nbytes for piece in pieces))
-    for piece, problem in run_parallel(pieces, _check_piece, workers, chunk_size):
-        meter.add(piece.nbytes)
-        if problem:
-            yield piece, problem
+    for size, problems in run_parallel(_batches(pieces), _check_batch, workers, chunk_size):
+        meter.add(size)
+        yield from problems
+
+
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Small pieces together, as handing out a piece costs more than reading a small one."""
+    batch: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        if batch and (size + piece.nbytes > SEGMENT_BYTES or len(batch) == _BATCH_PIECES):
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece.nbytes
+    if batch:
+        yield batch
 
 
 def _chunks(piece: _Piece, buffer: fp8.U8, tally: Tally) -> Iterator[tuple[int, fp8.U8]]:
@@ -154,14 +168,19 @@ def _chunks(piece: _Piece, buffer: fp8.U8, tally: Tally) -> Iterator[tuple[int, 
             yield offset - header, chunk
 
 
-def _check_piece(piece: _Piece, buffer: fp8.U8) -> tuple[_Piece, str]:
+def _check_batch(batch: list[_Piece], buffer: fp8.U8) -> tuple[int, list[tuple[_Piece, str]]]:
+    found = ((piece, _problem(piece, buffer)) for piece in batch)
+    return sum(piece.nbytes for piece in batch), [(piece, problem) for piece, problem in found if problem]
+
+
+def _problem(piece: _Piece, buffer: fp8.U8) -> str:
     try:
         for offset, chunk in _chunks(piece, buffer, Tally()):
             if piece.is_split:
                 _check_split(piece.file, offset, chunk)
     except ConversionError as error:
-        return piece, str(error)
-    return piece, ""
+        return str(error)
+    return ""
 
 
 def _check_split(file: OutputFile, offset: int, chunk: fp8.U8) -> None:
@@ -174,8 +193,9 @@ def _check_split(file: OutputFile, offset: int, chunk: fp8.U8) -> None:
         ) from None
 
 
-def _count_piece(piece: _Piece, buffer: fp8.U8) -> tuple[_Piece, Tally]:
+def _count(batch: list[_Piece], buffer: fp8.U8) -> tuple[int, Tally]:
     tally = Tally()
-    for _ in _chunks(piece, buffer, tally):
-        pass
-    return piece, tally
+    for piece in batch:
+        for _ in _chunks(piece, buffer, tally):
+            pass
+    return sum(piece.nbytes for piece in batch), tally
