@@ -292,6 +292,12 @@ class TestWay10DynamicShapes:
             error = refusal(program, fp8(4, 8), torch.tensor(2))
         assert "known only at run time" in str(error)
 
+    @pytest.mark.parametrize("select", [lambda x, m: x[m], lambda x, m: x.masked_select(m)])
+    def test_results_of_a_size_known_only_at_run_time(self, select: Any) -> None:
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            error = refusal(lambda x, m: select(x, m).float(), fp8(4, 8), values(4, 8) > 0)
+        assert "known only at run time" in str(error)
+
 
 def test_way_11_fp8_written_into_floats() -> None:
     def program(x: Tensor, z: Tensor) -> Any:

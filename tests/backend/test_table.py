@@ -118,9 +118,6 @@ ONE: dict[str, Callable[..., Any]] = {
 
 ELSEWHERE = {
     "aten._scaled_mm.default": "test_the_scaled_product",
-    "aten.detach_.default": "torch has no way to call it on a graph input",
-    "aten.masked_select.default": "its size is known only at run time",
-    "aten.narrow_copy.default": "torch has no fake kernel for it",
     **{name: "test_collectives" for name in OPERATIONS if name.startswith("_c10d")},
 }
 

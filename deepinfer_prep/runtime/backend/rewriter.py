@@ -137,17 +137,18 @@ class Rewriter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if row is None and declaration is None and _decomposes(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in leaves((args, kwargs))):
-            raise self.refusal(
-                "one of its sizes, indices or numbers is known only at run time; use a tensor instead", func
-            )
+        if any(_is_dynamic(leaf) for leaf in leaves((args, kwargs))):
+            raise self.refusal(_DYNAMIC, func)
         if declaration is not None:
             return call_declared(self, func, declaration, args, kwargs)
         if row is None:
             raise self.refusal(unknown_reason(func), func)
         if row.kind is Kind.REFUSE:
             raise self.refusal(row.reason, func)
-        return HANDLERS[row.kind](self, Call(func, row, bind_arguments(func, args, kwargs)))
+        value = HANDLERS[row.kind](self, Call(func, row, bind_arguments(func, args, kwargs)))
+        if any(_is_dynamic(leaf) for leaf in leaves(value)):
+            raise self.refusal(_DYNAMIC, func)
+        return value
 
     def _plain_operation(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = func(*args, **kwargs)
@@ -165,6 +166,18 @@ class Rewriter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is not None and isinstance(value, Tensor) and value.dim() == 0:
             self.numbers[id(value)] = float(bind_arguments(func, args, kwargs)[number])
         return value
+
+
+_DYNAMIC = (
+    "one of its sizes, indices or numbers is known only at run time; use a tensor of fixed size instead, for "
+    "instance with torch.where or index_put"
+)
+
+
+def _is_dynamic(leaf: Any) -> bool:
+    if isinstance(leaf, FakeTensor):
+        return bool(leaf._has_symbolic_sizes_strides)
+    return isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _decomposes(func: OpOverload) -> bool:

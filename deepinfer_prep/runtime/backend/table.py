@@ -58,6 +58,7 @@ _NO_EAGER_KERNEL = (
     "or compute on x.to(torch.bfloat16)"
 )
 _ARITHMETIC = "arithmetic on fp8 values; convert the operands first, for instance with x.to(torch.bfloat16)"
+_DYNAMIC = "the size of its result is known only at run time; use torch.where with a fixed size"
 _MADE_VALUES = "it computes the values of an fp8 tensor; make it in float32 and convert with .to(...)"
 _METADATA = "it changes the shape or storage of an fp8 tensor in place; use the form that returns a new tensor"
 _ACCUMULATE = (("accumulate", False, "accumulate=True adds fp8 values; convert to a float type first"),)
@@ -81,7 +82,7 @@ _MOVES = (
         Row(Kind.SPLIT),
         "split.Tensor split_with_sizes.default unbind.int unsafe_split.Tensor unsafe_split_with_sizes.default",
     ),
-    _rows(Row(Kind.SAME), "detach.default detach_.default"),
+    _rows(Row(Kind.SAME), "detach.default"),
     _rows(
         _MOVE_SELF,
         "alias.default diagonal.default expand.default permute.default select.int slice.Tensor squeeze.default "
@@ -90,8 +91,7 @@ _MOVES = (
     ),
     _rows(
         _MOVE_SELF,
-        "clone.default flip.default repeat.default roll.default index_select.default masked_select.default "
-        "_reshape_copy.default narrow_copy.default",
+        "clone.default flip.default repeat.default roll.default index_select.default _reshape_copy.default",
     ),
     _rows(_MOVE_SELF, "index.Tensor _unsafe_index.Tensor"),
     _rows(Row(Kind.MOVE, data=("weight",)), "embedding.default"),
@@ -199,6 +199,7 @@ _REFUSALS = (
         "arange.default arange.start arange.start_step linspace.default eye.default eye.m rand.default "
         "randn.default randint.default randint.low normal_.default uniform_.default bernoulli.default",
     ),
+    _rows(Row(Kind.REFUSE, reason=_DYNAMIC), "masked_select.default"),
     _rows(
         Row(Kind.REFUSE, reason=_METADATA),
         "resize_.default set_.source_Tensor set_.source_Storage_storage_offset as_strided_.default t_.default "
