@@ -14,7 +14,7 @@ from deepinfer_prep.runtime.backend.layout import plan_layout
 from .harness import E8, F8, assert_same, check, fp8, refusal, run_compiled, values
 from .stand_in import Compiled
 
-ALWAYS_INLINED = torch.__version__ >= "2.13"
+ALWAYS_INLINED = torch.__version__ >= "2.12"
 """Since then Dynamo has no graphs that hold tensors of modules themselves."""
 
 LAYOUTS = {
