@@ -140,10 +140,8 @@ def print_table(source: Path, seconds: dict[str, list[float]], peaks: dict[str, 
         median = statistics.median(times)
         other = beside.get(name)
         ratio = f"{median / statistics.median(seconds[other]):.2f} of {other}" if other else ""
-        rate = format_size(int(total / median)) + "/s"
-        click.echo(
-            f"{name:18}{median:10.2f}{min(times):8.2f}{max(times):8.2f}{rate:>12}{format_size(peaks[name]):>11}  {ratio}"
-        )
+        rate, peak = format_size(int(total / median)) + "/s", format_size(peaks[name])
+        click.echo(f"{name:18}{median:10.2f}{min(times):8.2f}{max(times):8.2f}{rate:>12}{peak:>11}  {ratio}")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,6 @@ def test_real_checkpoints_keep_their_numbers(tmp_path: Path, name: str) -> None:
 def test_fp8_tensors_that_are_scales_are_refused(tmp_path: Path) -> None:
     source = REAL / "minilm-nvfp4a16"
     assert inspect_checkpoint(source).refusals
-    with pytest.raises(RefusedError, match=r"F8_E4M3 tensors that are block scales of packed 4-bit weights \(NVFP4\), not weights \(12\)"):
+    with pytest.raises(RefusedError, match=r"block scales of packed 4-bit weights \(NVFP4\), not weights \(12\)"):
         convert_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

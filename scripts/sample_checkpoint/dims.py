@@ -84,6 +84,11 @@ class ModelDims:
         return round(released_layer * self.layers / 40)
 
 
+_KERNEL_WIDTH = 128
+"""The kernels take weights whose columns are a multiple of this."""
+_WIDE = 192
+
+
 def scaled(hidden: int, layers: int, experts: int) -> ModelDims:
     """Dimensions in the released model's ratios to `hidden`, rounded to the 32-wide blocks; no engram rows yet."""
     if hidden < 64 or hidden % 64 or layers < 4 or experts < 1:
@@ -160,6 +165,8 @@ def with_engram_share(dims: ModelDims) -> ModelDims:
 def _hidden_for(size: int, start: int, layers: int, experts: int) -> int:
     """The largest hidden size from `start` down that leaves the engram tables their share."""
     for hidden in range(start, 64, -64):
+        if hidden >= _WIDE and hidden % _KERNEL_WIDTH:
+            continue
         if table.total_bytes(scaled(hidden, layers, experts)) <= EXPERT_AND_REST_SHARE * size:
             return hidden
     return 64
@@ -172,4 +179,6 @@ def _experts_for(size: int, hidden: int, layers: int) -> int:
 
 
 def _blocks(width: float, least: int = 32) -> int:
-    return max(least, 32 * round(width / 32))
+    """A width in whole 32-wide blocks; wide ones fit the kernels, as the released ones do."""
+    unit = _KERNEL_WIDTH if width >= _WIDE else 32
+    return max(least, unit * round(width / unit))
