@@ -4,8 +4,8 @@
 
 Graphs are made of repeated blocks of the kind that decoding has: one fp8 weight decoded, one activation
 encoded, an fp8 cache written and read, the rest moves and float arithmetic. Each size is one graph; the pass
-turns Dynamo's graph into bytes, AOT traces the result. No device and no torch-neuronx are needed. Times are
-of this machine and this moment; what they show is how they grow.
+turns Dynamo's graph into bytes, AOT traces the result. No device and no torch-neuronx are needed. Times are CPU
+seconds of one thread on this machine; what they show is how they grow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK_NODES = 20
 
 @dataclass
 class Timing:
-    """One graph. Seconds; nodes before the pass, after it, and after AOT."""
+    """One graph. CPU seconds; nodes before the pass, after it, and after AOT."""
 
     dynamo_nodes: int = 0
     bytes_nodes: int = 0
@@ -80,19 +80,19 @@ def timed_backend(timing: Timing) -> Callable[..., Any]:
 
     def base(graph: GraphModule, examples: list[Any]) -> Any:
         timing.bytes_nodes = len(graph.graph.nodes)
-        start = time.perf_counter()
+        start = time.process_time()
         compiled = aot_autograd(fw_compiler=forward, keep_inference_input_mutations=True)(graph, examples)
-        timing.aot = time.perf_counter() - start
-        start = time.perf_counter()
+        timing.aot = time.process_time() - start
+        start = time.process_time()
         checker.check(graph)
-        timing.check = time.perf_counter() - start
+        timing.check = time.process_time() - start
         return compiled
 
     def backend(graph: GraphModule, examples: list[Any]) -> Any:
         timing.dynamo_nodes = len(graph.graph.nodes)
-        start = time.perf_counter()
+        start = time.process_time()
         compiled = deepinfer_neuron(graph, examples, options={"base_backend": base})
-        timing.total = time.perf_counter() - start - timing.check
+        timing.total = time.process_time() - start - timing.check
         return compiled
 
     return backend

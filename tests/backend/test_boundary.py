@@ -123,6 +123,19 @@ class TestWrites:
                     assert_same(eager(*args), run(*args))
                 assert_same(eager.cache, traced.cache)
 
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda x: x.unsqueeze(1).expand(-1, 3, 8).fill_(1.5),
+            lambda x: x.unfold(1, 3, 1).zero_(),
+            lambda x: x.view(torch.uint8)[:1].expand(4, 8).add_(1),
+            lambda x: x[:1].expand(4, 8).__setitem__(0, 2.0),
+        ],
+    )
+    def test_into_overlapping_elements_is_refused(self, write: Any) -> None:
+        error = refusal(lambda x: (write(x), x.float())[1], fp8(4, 8))
+        assert "elements overlap in memory" in str(error)
+
     def test_a_graph_that_only_writes(self) -> None:
         check(lambda cache, x: cache.copy_(x) and None, lambda: (fp8(1), values(1)))
 

@@ -1,4 +1,4 @@
-"""Which inputs a graph writes to."""
+"""What a graph writes to."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from deepinfer_prep.runtime.backend.values import leaves, logical_value
+from deepinfer_prep.runtime.backend.values import leaves, logical_value, refuse
 
 
 def written_inputs(module: GraphModule) -> list[int]:
@@ -21,10 +20,44 @@ def written_inputs(module: GraphModule) -> list[int]:
         for node in module.graph.nodes
         for written in _written_nodes(node)
         for leaf in leaves(logical_value(written))
-        if isinstance(leaf, Tensor)
+        if isinstance(leaf, FakeTensor)
     }
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     return [index for index, node in enumerate(inputs) if _storage(logical_value(node)) in storages]
+
+
+def refuse_overlapping_writes(module: GraphModule) -> None:
+    """Refuse writes into tensors of which several elements are one place in memory, such as expanded ones.
+
+    Views of such tensors count too. Eager writes the place; AOT adds up what all its elements would hold.
+    """
+    for node in module.graph.nodes:
+        exact = isinstance(node.target, OpOverload)
+        if exact or node.op == "call_method" or node.target is operator.setitem:
+            written = list(_written_nodes(node))
+            if any(_overlaps(value) for first in written[: None if exact else 1] for value in _views(first)):
+                raise refuse(node, "it writes into a tensor whose elements overlap in memory; use .clone() first")
+
+
+def _views(node: Node) -> Iterator[FakeTensor]:
+    """A node's value and those that it is a view of."""
+    value = logical_value(node)
+    while isinstance(value, FakeTensor):
+        yield value
+        source = node.args[0] if node.args else None
+        if not isinstance(source, Node) or _storage(logical_value(source)) != _storage(value):
+            return
+        node, value = source, logical_value(source)
+
+
+def _overlaps(tensor: FakeTensor) -> bool:
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return True
+            reach += (size - 1) * step
+    return False
 
 
 def _storage(value: object) -> int | None:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 
 from deepinfer_prep.runtime.backend import boundary
+from deepinfer_prep.runtime.backend.aliasing import refuse_overlapping_writes
 from deepinfer_prep.runtime.backend.checker import check
 from deepinfer_prep.runtime.backend.debug import SKIP_CHECK, Report, switched_off
 from deepinfer_prep.runtime.backend.downstream import Settings, compile_downstream, read_settings
@@ -50,6 +51,7 @@ def _compile_bytes(
     separate_outputs(scopes[0], outputs)
     for scope in scopes:
         scope.finish()
+        refuse_overlapping_writes(scope.module)
 
     def compile_checked(graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
         report.after(graph)
