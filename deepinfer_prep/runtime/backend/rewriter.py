@@ -162,10 +162,18 @@ class Rewriter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.bind(value, self.node_of(args[0]))
             return value
         self.bind(value, self.emit(func, map_tensors(self.node_of, args), map_tensors(self.node_of, kwargs), value))
-        number = _CONSTANT_MAKERS.get(str(func))
-        if number is not None and isinstance(value, Tensor) and value.dim() == 0:
-            self.numbers[id(value)] = float(bind_arguments(func, args, kwargs)[number])
+        self._note_number(func, args, kwargs, value)
         return value
+
+    def _note_number(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        """Remember the number that a 0-dim tensor was made of; forget that of one that is written to."""
+        if func._schema.is_mutable:
+            self.numbers.pop(id(args[0]), None)
+        name = _CONSTANT_MAKERS.get(str(func))
+        if name is not None and value.dim() == 0:
+            number = bind_arguments(func, args, kwargs)[name]
+            if isinstance(number, (int, float)):
+                self.numbers[id(value)] = float(number)
 
 
 _DYNAMIC = (
