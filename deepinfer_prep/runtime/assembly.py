@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -80,12 +80,14 @@ class AssemblyError(ValueError):
     """The pieces do not make up one tensor; the message says why."""
 
 
-def assemble(pieces: Iterable[Piece], dtype: torch.dtype) -> Assembly:
+def assemble(pieces: Sequence[Piece], dtype: torch.dtype) -> Assembly:
     """Lay pieces of one dtype out.
 
     Raises:
         AssemblyError: two pieces want one place, an expert is absent, or shapes do not fit together.
     """
+    if len(pieces) == 1 and pieces[0].target.expert is None:
+        return Assembly(dtype, pieces[0].shape, (Place(pieces[0], ()),))
     ordered = sorted(pieces, key=lambda piece: (piece.target.expert is not None, _position(piece)))
     if ordered[-1].target.expert is None:
         shape, places = _stack(ordered, ())

@@ -108,8 +108,7 @@ def _room(whole: torch.Tensor, place: Place) -> torch.Tensor:
 def _attach(planned: PlannedSlot, attributes: dict[str, torch.Tensor]) -> None:
     tensor, companions = planned.slot.tensor, planned.companions
     for name in _ATTRIBUTES:
-        if hasattr(tensor, name):
-            delattr(tensor, name)
+        tensor.__dict__.pop(name, None)
     if companions.scale_slot is not None:
         attributes[SCALE_AS_STORED] = companions.scale_slot.tensor
     if companions.scale_is_kernel_scale:

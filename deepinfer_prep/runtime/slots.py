@@ -36,7 +36,8 @@ class Slot:
         new = data
         if isinstance(self.tensor, nn.Parameter):
             new = nn.Parameter(data, requires_grad=self.tensor.requires_grad)
-            new.__class__ = type(self.tensor)
+            if type(self.tensor) is not nn.Parameter:
+                new.__class__ = type(self.tensor)
             new.__dict__.update(self.tensor.__dict__)
         for module, attribute in self.owners:
             held = module._parameters if attribute in module._parameters else module._buffers
