@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
 from deepinfer_prep.runtime.backend.layout import as_bytes
-from deepinfer_prep.runtime.backend.values import logical_value, map_tensors
+from deepinfer_prep.runtime.backend.values import WRITTEN_AS, logical_value, map_tensors, operation_name
 
 _VALUE_KEYS = frozenset({"example_value", "val", "tensor_meta"})
 
@@ -78,6 +78,7 @@ class Scope:
     def describe(self, new: Node, old: Node, value: object) -> Node:
         """Give a new node the origin of the old one and its own value."""
         new.meta.update({key: item for key, item in old.meta.items() if key not in _VALUE_KEYS})
+        new.meta[WRITTEN_AS] = operation_name(old)
         new.meta["example_value"] = map_tensors(as_bytes, value)
         return new
 

@@ -58,8 +58,14 @@ def target_name(target: object) -> str:
     return f"{module}.{name}" if module and module != "builtins" else name
 
 
+WRITTEN_AS = "deepinfer_written_as"
+"""Metadata of new nodes: the name of the operation that they stand for."""
+
+
 def operation_name(node: Node) -> str:
     """What a node does, for a message: the method, function or operator as the user wrote it."""
+    if WRITTEN_AS in node.meta:
+        return str(node.meta[WRITTEN_AS])
     if node.op == "call_method":
         return f"Tensor.{node.target}"
     if node.op == "placeholder":
