@@ -54,11 +54,6 @@ class Layout:
     shape: tuple[int, ...]
     item_bytes: int
 
-    @property
-    def whole(self) -> Bounds:
-        """The bounds of all of it."""
-        return tuple((0, size) for size in self.shape)
-
     def region(self, bounds: Bounds) -> Region | None:
         """The bytes of a part; None where they are runs within runs and have to be split first."""
         start, stride, run = self.start, self.item_bytes, self.item_bytes
