@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import stringzilla
 import xxhash
 
 from deepinfer_prep import fp8
@@ -93,6 +94,8 @@ def _read(file: RangeReader, offset: int, buffer: fp8.U8) -> fp8.U8:
 
 
 def _compare(check: SegmentCheck, offset: int, found: fp8.U8, expected: fp8.U8, findings: SegmentFindings) -> None:
+    if stringzilla.Str(found.data) == stringzilla.Str(expected.data):
+        return
     for start in range(0, found.size, fp8.PIECE_BYTES):
         piece, wanted = found[start : start + fp8.PIECE_BYTES], expected[start : start + fp8.PIECE_BYTES]
         if not np.array_equal(piece, wanted):

@@ -58,11 +58,13 @@ class Bench:
     def copy(self) -> tuple[float, int]:
         """`cp -r` and sync."""
         shutil.rmtree(self.copied, ignore_errors=True)
+        warm(self.source)
         return measure(["sh", "-c", f"cp -r '{self.source}' '{self.copied}' && sync"])
 
     def load_time(self) -> tuple[float, int]:
         """Load each shard with safetensors, numpy.take in 64 MiB chunks, save it, sync."""
         shutil.rmtree(self.loaded, ignore_errors=True)
+        warm(self.source)
         script = ["-c", LOAD_TIME_METHOD, str(self.source), str(self.loaded)]
         result = measure([sys.executable, *script], then_sync=True)
         shutil.rmtree(self.loaded)
@@ -71,6 +73,7 @@ class Bench:
     def convert(self) -> tuple[float, int]:
         """`deepinfer-prep convert`."""
         shutil.rmtree(self.output, ignore_errors=True)
+        warm(self.source)
         return measure(
             [sys.executable, "-m", "deepinfer_prep", "convert", str(self.source), str(self.output), "--quiet"]
         )
@@ -84,8 +87,15 @@ class Bench:
 
     def verify(self) -> tuple[float, int]:
         """`deepinfer-prep verify --source`."""
+        warm(self.source, self.output)
         command = [sys.executable, "-m", "deepinfer_prep", "verify", str(self.output), "--source", str(self.source)]
         return measure([*command, "--quiet"])
+
+
+def warm(*folders: Path) -> None:
+    """Bring folders into the page cache: what was written last would otherwise have an advantage."""
+    for folder in folders:
+        subprocess.run(["sh", "-c", f"find '{folder}' -type f -exec cat {{}} + > /dev/null"], check=True)
 
 
 def measure(command: list[str], then_sync: bool = False) -> tuple[float, int]:
