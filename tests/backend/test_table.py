@@ -317,6 +317,17 @@ def test_forms(names: list[str]) -> None:
     check_batch(FORMS, names)
 
 
+def test_a_copy_is_not_taken_for_its_source() -> None:
+    """By AOT, which does so for copies that name a layout or a device and no type."""
+
+    def program(x: torch.Tensor, like: torch.Tensor) -> Any:
+        copies = x.type_as(like), x.to("cpu", torch.float32, copy=True), x.to(F8, copy=True)
+        x[0:] = x[:1].clone()
+        return copies, x.t()
+
+    check(program, lambda: (fp8(4, 8), values(1)))
+
+
 @pytest.mark.parametrize("source", [torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool, torch.cfloat])
 def test_encode_from(source: torch.dtype) -> None:
     def program(x: torch.Tensor) -> Any:

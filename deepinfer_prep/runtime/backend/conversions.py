@@ -26,11 +26,7 @@ def convert(rewriter: Rewriter, call: Call) -> Any:
     source = call.arguments.get("self", call.arguments.get("a"))
     assert isinstance(source, Tensor), call.func
     value = call.run()
-    where_to = {
-        name: argument
-        for name, argument in call.arguments.items()
-        if name not in ("self", "a", "dtype") and argument is not None
-    }
+    where_to = _where_to(source, call.arguments)
     if carried(source) is None:
         node = converted(rewriter, source, value.dtype)
         node = _copied(rewriter, node, as_bytes(value), where_to)
@@ -45,12 +41,25 @@ def convert(rewriter: Rewriter, call: Call) -> Any:
     return value
 
 
+def _where_to(source: Tensor, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a conversion changes besides the type: device, memory format; empty if nothing."""
+    where_to: dict[str, Any] = {}
+    if arguments.get("memory_format") is not None:
+        where_to["memory_format"] = arguments["memory_format"]
+    device = arguments.get("device")
+    if device is not None and torch.device(device) != source.device:
+        where_to.update(device=device, non_blocking=arguments.get("non_blocking", False))
+    return where_to
+
+
 def _copied(rewriter: Rewriter, node: Node, value: Tensor, where_to: Mapping[str, Any]) -> Node:
-    """A node's bytes on another device or in another memory format, if the call asks for one."""
+    """A node's bytes on another device or in another memory format, if the call asks for one.
+
+    The type is always given: AOT takes a copy that names none for the tensor that it copies.
+    """
     if not where_to:
         return node
-    copy: Node = rewriter.emit(_TO_COPY, (node,), where_to, value)
-    return copy
+    return _single(rewriter.emit(_TO_COPY, (node,), {**where_to, "dtype": CARRIER}, value))
 
 
 def converted(rewriter: Rewriter, tensor: Tensor, dtype: torch.dtype) -> Node:
