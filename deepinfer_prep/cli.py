@@ -40,7 +40,7 @@ _workers = click.option("--workers", type=click.IntRange(1, 256), help="Threads.
 _chunk_size = click.option(
     "--chunk-size",
     callback=_parse_chunk,
-    default="4MiB",
+    default="8MiB",
     show_default=True,
     help="Bytes that a thread holds at a time.",
 )

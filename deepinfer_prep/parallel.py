@@ -16,7 +16,7 @@ from deepinfer_prep.transform import new_buffer
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024
+DEFAULT_CHUNK_BYTES = 8 * 1024 * 1024
 SEGMENT_BYTES = 64 * 1024 * 1024
 """Unit of work, of digests and of resuming: a segment is this many bytes of one output file."""
 
