@@ -79,7 +79,7 @@ def convert_checkpoint(
 
     Args:
         options: choices that change the output; defaults to `Options()`.
-        workers: threads; defaults to the processors of this process, at most 8.
+        workers: threads; defaults to twice the processors of this process, at most 8.
         chunk_size: bytes that a thread reads at once.
         overwrite: replace an output, or safetensors files, that `output` holds already.
         progress: called from this thread with the bytes done.
