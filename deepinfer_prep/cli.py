@@ -36,7 +36,9 @@ def _examples(text: str) -> str:
     return "Examples:\n\n\b\n" + text
 
 
-_workers = click.option("--workers", type=click.IntRange(1, 256), help="Threads. Default: twice the processors, at most 8.")
+_workers = click.option(
+    "--workers", type=click.IntRange(1, 256), help="Threads. Default: twice the processors, at most 8."
+)
 _chunk_size = click.option(
     "--chunk-size",
     callback=_parse_chunk,
