@@ -207,7 +207,7 @@ def _halves(fn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 "mhc.prepare_model(model) before compiling, or load a prepared checkpoint."
             )
         return hi, lo
-    if hi is None or lo is None or hi.device != fn.device or getattr(fn, _VERSION, fn._version) != fn._version:
+    if hi is None or lo is None or hi.device != fn.device or getattr(fn, _VERSION, _version(fn)) != _version(fn):
         hi, lo = split_fn(fn)
         _attach(fn, hi, lo)
     return hi, lo
@@ -220,7 +220,12 @@ _VERSION = "_nki_fn_version"
 def _attach(fn: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
     setattr(fn, HI, hi)
     setattr(fn, LO, lo)
-    setattr(fn, _VERSION, fn._version)
+    setattr(fn, _VERSION, _version(fn))
+
+
+def _version(fn: torch.Tensor) -> int | None:
+    """The change counter of a matrix; None for inference tensors, which keep none."""
+    return None if fn.is_inference() else fn._version
 
 
 def _on_kernel(tensor: torch.Tensor) -> bool:

@@ -308,3 +308,12 @@ def test_compiling_for_a_device_without_halves_is_an_error(monkeypatch):
 
 def test_constants_agree_with_the_reference():
     assert (reference.HC, reference.SINKHORN_ITERS, reference.HC_EPS, reference.NORM_EPS) == (4, 20, 1e-6, 1e-20)
+
+
+def test_matrices_made_in_inference_mode_are_split() -> None:
+    with torch.inference_mode():
+        fn = torch.randn(24, 16)
+        hi, lo = mhc._halves(fn)
+        assert mhc._halves(fn)[0] is hi
+        assert torch.equal(hi, fn.to(torch.bfloat16))
+        assert torch.equal(lo, (fn - hi.float()).to(torch.bfloat16))
