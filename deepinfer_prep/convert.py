@@ -15,8 +15,8 @@ from deepinfer_prep import fp8, sidecar
 from deepinfer_prep._version import __version__
 from deepinfer_prep.checkpoint import FileState, open_checkpoint
 from deepinfer_prep.digest import SegmentDigests
-from deepinfer_prep.errors import ConversionError, RefusedError
-from deepinfer_prep.execute import Execution
+from deepinfer_prep.errors import RefusedError
+from deepinfer_prep.execute import Execution, check_unchanged
 from deepinfer_prep.finish import Derived, build_manifest, derive_all, sidecar_files
 from deepinfer_prep.journal import Journal, is_same_run, read_done, read_identity
 from deepinfer_prep.manifest import Counts, FileRecord, Manifest, WeightRecord
@@ -154,19 +154,11 @@ def _write_all(
         execution.run(earlier, workers, chunk_size, Meter(progress, "convert", plan.output_bytes))
     finally:
         journal.close()
-    _check_unchanged(plan)
+    for file in plan.files:
+        check_unchanged(file, FileState.of(file.source))
     derived = derive_all(plan, lambda name: _location(plan, workspace, name))
     names, records = _write_sidecar(workspace, derived)
     return build_manifest(plan, __version__, derived, execution.results, names, records), execution.resumed_bytes
-
-
-def _check_unchanged(plan: Plan) -> None:
-    for file in plan.files:
-        if FileState.of(file.source) != file.state:
-            raise ConversionError(
-                f"{file.source} changed while it was being converted. Nothing was published; "
-                "make sure that nothing writes to the checkpoint and convert again with --overwrite."
-            )
 
 
 def _location(plan: Plan, workspace: Workspace, name: str) -> Location:

@@ -137,7 +137,7 @@ class Execution:
             for offset, chunk in output_chunks(segment.file, source, segment.start, segment.end, buffer, tally):
                 digest.update(chunk.data)
                 writer.write_from(chunk.data, offset)
-            _check_unchanged(segment.file, source)
+            check_unchanged(segment.file, FileState.from_status(source.status()))
         done = SegmentDone(segment.file.name, segment.number, digest.hexdigest(), tally)
         return _Finished(segment, done, False)
 
@@ -167,9 +167,13 @@ def _is_intact(segment: _Segment, earlier: SegmentDone, writer: RangeWriter, buf
         return False  # What cannot be read any more is written again.
 
 
-def _check_unchanged(file: OutputFile, source: RangeReader) -> None:
-    """Nothing read from a file that changed since it was planned may be recorded as done."""
-    if FileState.from_status(source.status()) != file.state:
+def check_unchanged(file: OutputFile, now: FileState) -> None:
+    """Nothing read from a file that changed since it was planned may be recorded as done.
+
+    Raises:
+        ConversionError: `now`, the source's state, is not the planned one.
+    """
+    if now != file.state:
         raise ConversionError(
             f"{file.source} changed while it was being converted. Nothing was published. Make sure that nothing "
             "writes to the checkpoint, and convert again with --overwrite."
