@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,8 @@ def main() -> None:
     Weights in e4m3fn (largest value 448) are halved and their scales doubled, so that the hardware's e4m3
     (largest value 240) computes the same numbers.
     """
+    # numpy, once imported, starts a thread for each processor, which spins for linear algebra that never comes.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @main.command(

@@ -17,7 +17,7 @@ from deepinfer_prep.digest import digest_range
 from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.journal import Journal, SegmentDone
 from deepinfer_prep.output_folder import Workspace
-from deepinfer_prep.parallel import run_parallel, segments
+from deepinfer_prep.parallel import interleave, run_parallel, segments
 from deepinfer_prep.plan import OutputFile
 from deepinfer_prep.progress import Meter
 from deepinfer_prep.storage import DirectWriter, RangeReader, RangeWriter
@@ -65,7 +65,7 @@ class _Writers:
             if writer is None:
                 writer = DirectWriter(self._workspace.path(file.name))
                 try:
-                    writer.allocate(file.size)
+                    writer.resize(file.size)
                 except BaseException:
                     writer.close()
                     raise
@@ -109,7 +109,7 @@ class Execution:
             ConversionError, OSError: a segment failed. What was synced before is recorded.
         """
         try:
-            with closing(run_parallel(self._segments(earlier), self._write, workers, chunk_size)) as pieces:
+            with closing(run_parallel(self._segments(earlier, workers), self._write, workers, chunk_size)) as pieces:
                 for finished in pieces:
                     self._uncommitted.append(finished)
                     meter.add(finished.segment.nbytes)
@@ -123,15 +123,19 @@ class Execution:
         finally:
             self._writers.close_all()
 
-    def _segments(self, earlier: dict[tuple[str, int], SegmentDone]) -> Iterator[_Segment]:
-        for file in self._files:
+    def _segments(self, earlier: dict[tuple[str, int], SegmentDone], workers: int) -> Iterator[_Segment]:
+        def of_file(file: OutputFile) -> Iterator[_Segment]:
             for number, (start, end) in enumerate(segments(file.size)):
                 yield _Segment(file, number, start, end, earlier.get((file.name, number)))
+
+        # Each worker in a file of its own: a file system lets one thread at a time write to a file.
+        return interleave(map(of_file, self._files), workers)
 
     def _write(self, segment: _Segment, buffer: fp8.U8) -> _Finished:
         writer = self._writers.get(segment.file)
         if segment.earlier is not None and _is_intact(segment, segment.earlier, writer, buffer):
             return _Finished(segment, segment.earlier, True)
+        writer.reserve(segment.start, segment.end)
         tally, digest = Tally(), xxhash.xxh3_128()
         with RangeReader(segment.file.source) as source:
             for offset, chunk in output_chunks(segment.file, source, segment.start, segment.end, buffer, tally):

@@ -68,8 +68,13 @@ DOUBLE_E8M0 = bytes(min(code + 1, 255) for code in range(256))
 DECODE_E4M3FN: F32 = np.array([decode_e4m3fn(code) for code in range(256)], dtype=np.float32)
 """Table: e4m3fn code -> float32 value, exact."""
 
-_CLASSES = bytes(int(code in ROUNDED_CODES) | int(code in MISREAD_CODES) << 4 for code in range(256))
-_COUNT_ROWS, _COUNT_COLUMNS = 15, 16 * 1024
+
+def _marks(codes: tuple[int, ...]) -> bytes:
+    return bytes(int(code in codes) for code in range(256))
+
+
+# Tables: code -> 1 where it belongs to the class, so that the sum of the looked-up bytes counts them.
+_ROUNDED, _NAN, _MISREAD = _marks(ROUNDED_CODES), _marks(NAN_CODES), _marks(MISREAD_CODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,30 +155,18 @@ def widen(values: U8, dtype: str) -> npt.NDArray[np.floating]:
 
 def count_codes(codes: U8) -> CodeCounts:
     """Count the noteworthy e4m3fn codes of a contiguous array."""
+    scratch = np.empty(min(codes.size, PIECE_BYTES), dtype=np.uint8)
     total = CodeCounts()
-    scratch = np.zeros((_COUNT_ROWS, _COUNT_COLUMNS), dtype=np.uint8)
-    for start in range(0, codes.size, scratch.size):
-        total += _count_piece(codes[start : start + scratch.size], scratch)
+    for start in range(0, codes.size, PIECE_BYTES):
+        piece = codes[start : start + PIECE_BYTES]
+        found = scratch[: piece.size]
+        total += CodeCounts(_sum(piece, _ROUNDED, found), _sum(piece, _NAN, found), _sum(piece, _MISREAD, found))
     return total
 
 
-def _count_piece(piece: U8, scratch: U8) -> CodeCounts:
-    if piece.size < scratch.size:
-        scratch[:] = 0
-    stringzilla.translate(piece.data, _CLASSES, out=scratch.reshape(-1)[: piece.size])
-    # Each byte of a column sum holds two counts of at most 15, one a nibble.
-    sums = np.add.reduce(scratch, axis=0, dtype=np.uint8)
-    return CodeCounts(
-        rounded=int((sums & 0x0F).sum(dtype=np.int64)),
-        nan=_count_nan(piece),
-        misread=int((sums >> 4).sum(dtype=np.int64)),
-    )
-
-
-def _count_nan(piece: U8) -> int:
-    if int(piece.max()) != 0xFF and int(piece.view(np.int8).max()) != 0x7F:
-        return 0
-    return int(np.count_nonzero((piece & 0x7F) == 0x7F))
+def _sum(piece: U8, table: bytes, scratch: U8) -> int:
+    stringzilla.translate(piece.data, table, out=scratch)
+    return int(stringzilla.bytesum(scratch.data))
 
 
 def has_high_codes(codes: U8) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
@@ -78,3 +79,17 @@ def segments(size: int) -> Iterator[tuple[int, int]]:
     """The (start, end) byte ranges of a file's segments; an empty file has one empty segment."""
     for start in range(0, max(size, 1), SEGMENT_BYTES):
         yield start, min(start + SEGMENT_BYTES, size)
+
+
+def interleave(sources: Iterable[Iterable[Item]], width: int) -> Iterator[Item]:
+    """Take from `width` sources in turn; when one is at its end the next takes its place."""
+    waiting = map(iter, sources)
+    current = deque(islice(waiting, width))
+    while current:
+        source = current.popleft()
+        try:
+            yield next(source)
+        except StopIteration:
+            current.extendleft(islice(waiting, 1))
+        else:
+            current.append(source)

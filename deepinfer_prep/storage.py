@@ -115,9 +115,17 @@ class RangeWriter(_RangedFile):
             OSError: no space is left, or the size is above a limit.
         """
         self.resize(size)
-        if size:
+        self.reserve(0, size)
+
+    def reserve(self, start: int, end: int) -> None:
+        """Give a byte range its blocks, where the file system can.
+
+        Raises:
+            OSError: no space is left.
+        """
+        if start < end:
             with _named(self.path):
-                reserve_blocks(self._fd, size)
+                reserve_blocks(self._fd, start, end - start)
 
     def write_from(self, buffer: memoryview, offset: int) -> None:
         """Write all of `buffer` at `offset`.
@@ -214,8 +222,8 @@ _fallocate = getattr(_libc, "fallocate64", None) or _libc.fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-def reserve_blocks(fd: int, size: int) -> None:
-    """Reserve the first `size` bytes of a file on disk; do nothing where the file system has no such call.
+def reserve_blocks(fd: int, offset: int, size: int) -> None:
+    """Reserve `size` bytes of a file on disk from `offset`; do nothing where the file system has no such call.
 
     Not os.posix_fallocate: where the file system cannot reserve (NFS before 4.2, so Amazon EFS), the C library
     imitates it by writing into every 4 KiB block, and everything would be written twice.
@@ -223,7 +231,7 @@ def reserve_blocks(fd: int, size: int) -> None:
     Raises:
         OSError: no space is left.
     """
-    while _fallocate(fd, 0, 0, size) != 0:
+    while _fallocate(fd, 0, offset, size) != 0:
         code = ctypes.get_errno()
         if code in _NOT_SUPPORTED:
             return
