@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +31,7 @@ class Target:
             raise ValueError(f"{self}: experts count from 0; return None for a tensor that this rank does not take")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of a stored tensor on its way to a target."""
 
     name: str
@@ -43,16 +43,14 @@ class Piece:
     """The part's own shape, where that is another one of as many elements."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a piece lies in the assembled tensor; an empty `index` is all of it."""
+class Place(NamedTuple):
+    """Where a piece lies in the assembled tensor; an empty `at` is all of it."""
 
     piece: Piece
-    index: tuple[int | slice, ...]
+    at: tuple[int | slice, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Assembly:
+class Assembly(NamedTuple):
     """A tensor put together from pieces that tile it."""
 
     dtype: torch.dtype
@@ -67,7 +65,7 @@ class Assembly:
     @property
     def is_single(self) -> bool:
         """Whether it is one piece as it is."""
-        return len(self.places) == 1 and not self.places[0].index
+        return len(self.places) == 1 and not self.places[0].at
 
     @property
     def sources(self) -> str:
@@ -110,7 +108,7 @@ def as_grid(pieces: Sequence[Piece]) -> list[Piece]:
     """Scale pieces that are to be put together, as matrices: one value is [1, 1], one a row [rows, 1]."""
     if len(pieces) == 1 and pieces[0].target.expert is None:
         return list(pieces)
-    return [replace(one, shape=_grid_shape(one.shape), stored_shape=one.shape) for one in pieces]
+    return [one._replace(shape=_grid_shape(one.shape), stored_shape=one.shape) for one in pieces]
 
 
 def _grid_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

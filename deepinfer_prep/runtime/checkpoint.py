@@ -184,8 +184,10 @@ class PreparedCheckpoint:
             CheckpointError: the manifest has no quantized weight of that name.
             SliceError: the part cuts through a block that shares a scale.
         """
-        grid = self._scale_grid(weight)
-        return WHOLE if part.is_whole else in_step(part, self.tensor(weight).shape, grid, self._where(weight))
+        record = self.record(weight)
+        if part.is_whole:
+            return WHOLE
+        return in_step(part, self.tensor(weight).shape, self._scale_grid(record), self._where(weight))
 
     def kernel_scale_part(self, weight: str, part: Slice) -> Slice:
         """The part of a weight's kernel scale that belongs to a part of the weight.
@@ -194,10 +196,10 @@ class PreparedCheckpoint:
             CheckpointError: the weight has no kernel scale.
             SliceError: the part cuts through a block of the kernels.
         """
-        grid = self._kernel_grid(weight)
+        record = self.record(weight)
+        grid = self._kernel_grid(record)
         if grid is None:
-            reason = self.record(weight).reason
-            raise CheckpointError(f"{self._where(weight)} has no kernel scale: {reason}.")
+            raise CheckpointError(f"{self._where(weight)} has no kernel scale: {record.reason}.")
         return WHOLE if part.is_whole else in_step(part, self.tensor(weight).shape, grid, self._where(weight))
 
     def share(self, name: str, axis: Literal["experts", "rows", "columns"], rank: int, world: int) -> Slice:
@@ -231,22 +233,21 @@ class PreparedCheckpoint:
     def _where(self, name: str) -> str:
         return f"{self.folder / self.tensor(name).file}: tensor {name!r}"
 
-    def _scale_grid(self, weight: str) -> Grid:
-        record = self.record(weight)
+    def _scale_grid(self, record: WeightRecord) -> Grid:
         return Grid(_stored_block(record, record.block), self.tensor(record.scale).shape)
 
-    def _kernel_grid(self, weight: str) -> Grid | None:
-        record = self.record(weight)
+    def _kernel_grid(self, record: WeightRecord) -> Grid | None:
         if record.kernel_scale is None:
             return None
         block = (1 if record.element == "e2m1" else KERNEL_BLOCK, KERNEL_BLOCK)
         return Grid(_stored_block(record, block), self.tensor(record.kernel_scale).shape)
 
     def _unit(self, name: str, axis: str) -> int:
-        if axis == "experts" or name not in self.manifest.weights:
+        record = self.manifest.weights.get(name)
+        if axis == "experts" or record is None:
             return 1
         shape, where = self.tensor(name).shape, self._where(name)
-        grids = (self._scale_grid(name), self._kernel_grid(name))
+        grids = (self._scale_grid(record), self._kernel_grid(record))
         return math.lcm(*(unit_of(axis, shape, grid, where) for grid in grids if grid is not None))
 
 

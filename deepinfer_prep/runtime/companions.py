@@ -113,7 +113,7 @@ def _check_block_rows(value: Assembly, row_block: int | None) -> None:
 def _alongside(checkpoint: PreparedCheckpoint, value: Assembly, names: list[str]) -> Assembly:
     """Tensors of the same shapes as the pieces, in the same places."""
     places = tuple(
-        Place(Piece(name, place.piece.part, place.piece.shape, place.piece.target), place.index)
+        Place(Piece(name, place.piece.part, place.piece.shape, place.piece.target), place.at)
         for place, name in zip(value.places, names, strict=True)
     )
     return Assembly(_one_dtype(checkpoint, names), value.shape, places)

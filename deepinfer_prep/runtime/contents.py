@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +22,7 @@ from deepinfer_prep.runtime.regions import Layout
 _VERIFY = "`deepinfer-prep verify` tells what is wrong with the folder; if it was changed, convert again."
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One tensor of the checkpoint: its torch dtype and shape, and where its bytes are."""
 
     name: str

@@ -54,7 +54,8 @@ class Filling:
         for pending in self._slots:
             slot = pending.planned.slot
             if slot.is_meta:
-                slot.install(pending.value(results).view(slot.tensor.dtype))
+                data = pending.value(results)
+                slot.install(data if data.dtype == slot.tensor.dtype else data.view(slot.tensor.dtype))
         for pending in self._slots:
             _attach(pending.planned, {name: one(results) for name, one in pending.attributes.items()})
 
@@ -100,7 +101,7 @@ def _new(assembly: Assembly, device: torch.device) -> torch.Tensor:
 
 
 def _room(whole: torch.Tensor, place: Place) -> torch.Tensor:
-    room = whole[place.index] if place.index else whole
+    room = whole[place.at] if place.at else whole
     stored_shape = place.piece.stored_shape
     return room if stored_shape is None else room.view(stored_shape)
 

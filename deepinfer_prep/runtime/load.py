@@ -20,7 +20,6 @@ from deepinfer_prep.runtime.checkpoint import PreparedCheckpoint, Request
 from deepinfer_prep.runtime.collector import collector_paused
 from deepinfer_prep.runtime.fill import Filling
 from deepinfer_prep.runtime.load_plan import LoadPlan, Rename, Slices, plan_load
-from deepinfer_prep.runtime.slots import names_on_meta
 
 __all__ = ["LoadReport", "Target", "load_weights", "weights_iterator"]
 
@@ -109,7 +108,7 @@ def load_weights(
         unexpected=plan.unexpected,
         skipped=plan.skipped,
         tied=plan.tied,
-        left_on_meta=names_on_meta(model),
+        left_on_meta=plan.model.on_meta(),
     )
     log.info("%s: %s", checkpoint.folder, report)
     return report

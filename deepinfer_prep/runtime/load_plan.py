@@ -17,7 +17,7 @@ from deepinfer_prep.runtime.checkpoint import PreparedCheckpoint
 from deepinfer_prep.runtime.companions import Companions, companions_of
 from deepinfer_prep.runtime.dtypes import holds_same_bytes
 from deepinfer_prep.runtime.slices import WHOLE, Slice, SliceError, part_shape
-from deepinfer_prep.runtime.slots import Slot, slots_of
+from deepinfer_prep.runtime.slots import Slot, Slots, slots_of
 
 Rename = Callable[[str], str | Target | None]
 Slices = Callable[[str], Slice | None]
@@ -38,7 +38,9 @@ class PlannedSlot:
 class LoadPlan:
     """A load decided in full; `missing` and `unexpected` are empty unless they were to be left out."""
 
+    model: Slots
     slots: tuple[PlannedSlot, ...]
+    """Those that are filled."""
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     skipped: tuple[str, ...]
@@ -66,7 +68,8 @@ def plan_load(
     Raises:
         RefusedError: something does not fit; everything that does not is named.
     """
-    by_name = slots_of(model)
+    slots = slots_of(model)
+    by_name = slots.by_name
     matching = _match(checkpoint, by_name, rename or str, slices or (lambda name: WHOLE))
     chosen, tied = _choose(by_name, matching)
     planned = tuple(_planned(checkpoint, by_name, chosen, matching.problems))
@@ -74,7 +77,7 @@ def plan_load(
     mismatch = (*missing, *matching.unexpected) if strict else ()
     if matching.problems or mismatch:
         raise RefusedError(tuple(_reasons(checkpoint, matching, missing, strict)))
-    return LoadPlan(planned, tuple(missing), tuple(matching.unexpected), tuple(matching.skipped), tied)
+    return LoadPlan(slots, planned, tuple(missing), tuple(matching.unexpected), tuple(matching.skipped), tied)
 
 
 def _match(checkpoint: PreparedCheckpoint, by_name: Mapping[str, Slot], rename: Rename, slices: Slices) -> _Matching:

@@ -26,7 +26,7 @@ class Slot:
     @property
     def is_meta(self) -> bool:
         """Whether it has no memory yet."""
-        return self.tensor.device.type == "meta"
+        return self.tensor.is_meta
 
     def install(self, data: torch.Tensor) -> torch.Tensor:
         """Put a tensor with memory in the place of one on the meta device, wherever that is held.
@@ -46,32 +46,40 @@ class Slot:
         return new
 
 
-def slots_of(model: nn.Module) -> Mapping[str, Slot]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Slots:
+    """What a model holds."""
+
+    by_name: Mapping[str, Slot]
     """Every parameter and persistent buffer under every name; tied ones are one slot."""
+    computed: Mapping[str, torch.Tensor]
+    """Buffers that are not persistent: the model computes them itself."""
+
+    def on_meta(self) -> tuple[str, ...]:
+        """Names of what has no memory yet."""
+        names = [name for name, slot in self.by_name.items() if slot.is_meta]
+        return (*names, *(name for name, tensor in self.computed.items() if tensor.is_meta))
+
+
+def slots_of(model: nn.Module) -> Slots:
+    """The places of a model."""
     by_identity: dict[int, Slot] = {}
     by_name: dict[str, Slot] = {}
+    computed: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        buffers = {
-            name: held for name, held in module._buffers.items() if name not in module._non_persistent_buffers_set
-        }
-        for attribute, tensor in (*module._parameters.items(), *buffers.items()):
-            if tensor is None:
-                continue
-            slot = by_identity.setdefault(id(tensor), Slot(tensor, [], []))
-            name = f"{path}.{attribute}" if path else attribute
-            slot.names.append(name)
-            if not any(owner is module and held == attribute for owner, held in slot.owners):
-                slot.owners.append((module, attribute))
-            by_name[name] = slot
-    return by_name
-
-
-def names_on_meta(model: nn.Module) -> tuple[str, ...]:
-    """Parameters and buffers that still have no memory, buffers that no checkpoint fills included."""
-    return tuple(
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for held in (module._parameters, module._buffers)
-        for name, tensor in held.items()
-        if tensor is not None and tensor.is_meta
-    )
+        prefix = f"{path}." if path else ""
+        for held in (module._parameters, module._buffers):
+            for attribute, tensor in held.items():
+                if tensor is None:
+                    continue
+                if attribute in module._non_persistent_buffers_set:
+                    computed[prefix + attribute] = tensor
+                    continue
+                slot = by_identity.get(id(tensor))
+                if slot is None:
+                    slot = by_identity[id(tensor)] = Slot(tensor, [], [])
+                slot.names.append(prefix + attribute)
+                if (module, attribute) not in slot.owners:
+                    slot.owners.append((module, attribute))
+                by_name[prefix + attribute] = slot
+    return Slots(by_name, computed)

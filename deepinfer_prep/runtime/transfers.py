@@ -14,7 +14,10 @@ from deepinfer_prep.runtime.slices import Bounds
 from deepinfer_prep.runtime.tensor_file import MOST_BUFFERS, TensorFile
 
 LIMIT_BYTES = 8 * 1024 * 1024
-"""What one step reads at most."""
+"""What one step reads into memory at most."""
+
+_POPULATE_BYTES = 64 * 1024 * 1024
+"""What one step brings in of mapped pages: a GB takes a few milliseconds, so handing out steps must not cost more."""
 
 SCRATCH_BYTES = 2 * LIMIT_BYTES
 """What a thread needs besides: one step's bytes, and the same again where gaps are read with them."""
@@ -136,8 +139,8 @@ def fill_transfers(fills: Iterable[Fill]) -> Iterator[Transfer]:
 
 
 def _populate(file: TensorFile, first: int, last: int) -> Iterator[Transfer]:
-    for start in range(first, last, LIMIT_BYTES):
-        yield Populate(file, start, min(start + LIMIT_BYTES, last))
+    for start in range(first, last, _POPULATE_BYTES):
+        yield Populate(file, start, min(start + _POPULATE_BYTES, last))
 
 
 def _separate(fills: Iterable[Fill]) -> Iterator[Transfer]:
