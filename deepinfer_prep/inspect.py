@@ -140,7 +140,9 @@ def _scan(plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback 
 def _kernel_scale(weight: PlannedWeight) -> str:
     if weight.kernel_scale.stored:
         return "stored"
-    return weight.kernel_scale.reason or "derived where every value is a power of two"
+    if weight.kernel_scale.derived is None:
+        return weight.kernel_scale.reason
+    return " where ".join(filter(None, ("derived", " and ".join(weight.kernel_scale.derived.conditions))))
 
 
 def _kinds(plan: Plan) -> Iterator[KindRow]:

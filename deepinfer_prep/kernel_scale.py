@@ -61,6 +61,12 @@ class DerivedScale:
         """Bytes of the kernel scale."""
         return math.prod(self.shape)
 
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """What the values have to fulfil, in words."""
+        is_float, is_finer = self.scale_dtype in FLOAT_DTYPES, self.block[0] < min(KERNEL_BLOCK, self.rows)
+        return ("every value is a power of two",) * is_float + ("rows that share a block of 32 agree",) * is_finer
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedWeight:

@@ -33,6 +33,7 @@ def refuse(checkpoint: Checkpoint, layout: Layout, options: Options, split: Iter
         *_shared_scales(checkpoint, layout),
         *_file_clashes(checkpoint),
         *_tensor_clashes(checkpoint, layout, split),
+        *_split_scales(checkpoint, layout, split),
     )
 
 
@@ -124,6 +125,17 @@ def _tensor_clashes(checkpoint: Checkpoint, layout: Layout, split: Iterable[str]
         yield (
             f"{len(taken):,} tensors have names that the sidecar needs for its own: {_listed(checkpoint, taken)}. "
             "This looks like an output of another conversion; give the original checkpoint."
+        )
+
+
+def _split_scales(checkpoint: Checkpoint, layout: Layout, split: Iterable[str]) -> Iterator[str]:
+    """A scale is doubled and read as a scale: halves of it would mean nothing."""
+    scales = {quantized.scale for quantized in layout.weights}
+    taken = [name for name in split if name in scales]
+    if taken:
+        yield (
+            f"--split would split {len(taken):,} scales of quantized weights: {_listed(checkpoint, taken)}. Only "
+            "matrices of the model itself have halves that a graph takes. Make the pattern narrower."
         )
 
 

@@ -4,7 +4,8 @@
     deepinfer-prep convert /data/sample /data/prepared
     python scripts/bench_load.py /data/prepared /data/sample
 
-Every run is a process of its own; the runs of all ways are interleaved, so that a busy machine slows them alike.
+Every run is a process of its own; the runs of all ways are interleaved, so that a busy machine slows them alike,
+in another order each round, because a way that follows one which gave much memory back is slower.
 A way's time ends when one byte of every page of every tensor has been read, because some return before that.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
 import re
 import statistics
 import sys
@@ -113,8 +115,9 @@ def run_rounds(output: Path, source: Path, rounds: int, cold: bool, only: tuple[
     spawn = multiprocessing.get_context("spawn")
     if not cold:
         remember(files)
-    for _ in range(rounds):
-        for name, done in runs.items():
+    for number in range(rounds):
+        for name in random.Random(number).sample(list(runs), len(runs)):
+            done = runs[name]
             if done and done[-1].problem:
                 continue
             if cold:
