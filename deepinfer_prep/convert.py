@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,14 +156,15 @@ def _write_all(
         journal.close()
     for file in plan.files:
         check_unchanged(file, FileState.of(file.source))
-    derived = derive_all(plan, lambda name: _location(plan, workspace, name))
+    paths = [workspace.path(file.name) for file in plan.files]
+    derived = derive_all(plan, lambda name: _location(plan, paths, name))
     names, records = _write_sidecar(workspace, derived)
     return build_manifest(plan, __version__, derived, execution.results, names, records), execution.resumed_bytes
 
 
-def _location(plan: Plan, workspace: Workspace, name: str) -> Location:
-    file = plan.files[plan.checkpoint.shard_of[name]]
-    return Location(workspace.path(file.name), len(file.header), plan.checkpoint.tensors[name])
+def _location(plan: Plan, paths: Sequence[Path], name: str) -> Location:
+    number = plan.checkpoint.shard_of[name]
+    return Location(paths[number], len(plan.files[number].header), plan.checkpoint.tensors[name])
 
 
 def _write_sidecar(workspace: Workspace, derived: Derived) -> tuple[list[str], dict[str, FileRecord]]:

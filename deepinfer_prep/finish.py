@@ -16,6 +16,7 @@ from deepinfer_prep.parallel import segments
 from deepinfer_prep.plan import MARKER, MAX_MARKER, Plan
 from deepinfer_prep.refusals import SIDECAR_PREFIX
 from deepinfer_prep.sidecar import Location, SidecarFile, SidecarTensor
+from deepinfer_prep.storage import Readers
 from deepinfer_prep.transform import Tally
 
 Locate = Callable[[str], Location]
@@ -36,18 +37,20 @@ def derive_all(plan: Plan, locate: Locate) -> Derived:
     for name in plan.split:
         tensors += sidecar.halves(name, locate(name))
     weights = {}
-    for weight in plan.weights:
-        found = _kernel_scale(weight, locate)
-        if isinstance(found, SidecarTensor):
-            tensors.append(found)
-        weights[weight.quantized.weight] = _record(weight, found)
+    with Readers() as readers:
+        for weight in plan.weights:
+            found = _kernel_scale(weight, locate, readers)
+            if isinstance(found, SidecarTensor):
+                tensors.append(found)
+            weights[weight.quantized.weight] = _record(weight, found)
     return Derived(tuple(tensors), weights)
 
 
-def _kernel_scale(weight: PlannedWeight, locate: Locate) -> SidecarTensor | str:
-    if weight.kernel_scale.derived is None:
+def _kernel_scale(weight: PlannedWeight, locate: Locate, readers: Readers) -> SidecarTensor | str:
+    name, derived = weight.quantized.weight, weight.kernel_scale.derived
+    if derived is None:
         return weight.kernel_scale.reason
-    return sidecar.kernel_scale(weight.quantized.weight, locate(weight.quantized.scale), weight.kernel_scale.derived)
+    return sidecar.kernel_scale(name, locate(weight.quantized.scale), derived, readers)
 
 
 def _record(weight: PlannedWeight, found: SidecarTensor | str) -> WeightRecord:

@@ -145,15 +145,22 @@ def derive(plan: DerivedScale, read: ReadBytes) -> Iterator[fp8.U8]:
 
 
 def _to_kernel_rows(plan: DerivedScale, grid: fp8.U8, top: int, first: int, last: int) -> fp8.U8:
-    starts = np.arange(first, last) * KERNEL_BLOCK
-    upper = starts // plan.block[0] - top
-    lower = (np.minimum(starts + KERNEL_BLOCK, plan.rows) - 1) // plan.block[0] - top
-    rows = grid[upper]
-    for offset in range(1, int((lower - upper).max()) + 1 if len(upper) else 0):
-        if (grid[np.minimum(upper + offset, lower)] != rows).any():
-            raise NoKernelScaleError("rows that share a block of 32 have different scales")
+    together = KERNEL_BLOCK // plan.block[0]
+    if together > 1:
+        rows = _agreed_rows(grid, together, last - first)
+    else:
+        rows = grid[np.arange(first, last) * KERNEL_BLOCK // plan.block[0] - top]
     columns = np.arange(plan.shape[-1]) * KERNEL_BLOCK // plan.block[1]
     return np.ascontiguousarray(rows[:, columns]).reshape(-1)
+
+
+def _agreed_rows(grid: fp8.U8, together: int, count: int) -> fp8.U8:
+    """`count` rows, each for `together` equal rows of the grid; the last one may stand for fewer."""
+    absent = count * together - len(grid)
+    groups = np.concatenate([grid, np.repeat(grid[-1:], absent, axis=0)]).reshape(count, together, grid.shape[1])
+    if (groups != groups[:, :1]).any():
+        raise NoKernelScaleError("rows that share a block of 32 have different scales")
+    return groups[:, 0]
 
 
 def _exponents(raw: fp8.U8, dtype: str) -> fp8.U8:

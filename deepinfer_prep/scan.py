@@ -11,7 +11,7 @@ from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, SEGMENT_BYTES, default_
 from deepinfer_prep.plan import Operation, OutputFile, Plan
 from deepinfer_prep.progress import Meter, ProgressCallback
 from deepinfer_prep.sizes import format_size
-from deepinfer_prep.storage import RangeReader
+from deepinfer_prep.storage import Readers
 from deepinfer_prep.transform import Tally, describe_element, output_chunks
 
 WEIGHTS = frozenset({Operation.HALVE})
@@ -161,21 +161,21 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _chunks(piece: _Piece, buffer: fp8.U8, tally: Tally) -> Iterator[tuple[int, fp8.U8]]:
-    header = len(piece.file.header)
-    with RangeReader(piece.file.source) as source:
-        for offset, chunk in output_chunks(piece.file, source, header + piece.start, header + piece.end, buffer, tally):
-            yield offset - header, chunk
+def _chunks(piece: _Piece, readers: Readers, buffer: fp8.U8, tally: Tally) -> Iterator[tuple[int, fp8.U8]]:
+    header, source = len(piece.file.header), readers.get(piece.file.source)
+    for offset, chunk in output_chunks(piece.file, source, header + piece.start, header + piece.end, buffer, tally):
+        yield offset - header, chunk
 
 
 def _check_batch(batch: list[_Piece], buffer: fp8.U8) -> tuple[int, list[tuple[_Piece, str]]]:
-    found = ((piece, _problem(piece, buffer)) for piece in batch)
+    with Readers() as readers:
+        found = [(piece, _problem(piece, readers, buffer)) for piece in batch]
     return sum(piece.nbytes for piece in batch), [(piece, problem) for piece, problem in found if problem]
 
 
-def _problem(piece: _Piece, buffer: fp8.U8) -> str:
+def _problem(piece: _Piece, readers: Readers, buffer: fp8.U8) -> str:
     try:
-        for offset, chunk in _chunks(piece, buffer, Tally()):
+        for offset, chunk in _chunks(piece, readers, buffer, Tally()):
             if piece.is_split:
                 _check_split(piece.file, offset, chunk)
     except ConversionError as error:
@@ -195,7 +195,8 @@ def _check_split(file: OutputFile, offset: int, chunk: fp8.U8) -> None:
 
 def _count(batch: list[_Piece], buffer: fp8.U8) -> tuple[int, Tally]:
     tally = Tally()
-    for piece in batch:
-        for _ in _chunks(piece, buffer, tally):
-            pass
+    with Readers() as readers:
+        for piece in batch:
+            for _ in _chunks(piece, readers, buffer, tally):
+                pass
     return sum(piece.nbytes for piece in batch), tally

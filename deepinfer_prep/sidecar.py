@@ -16,7 +16,7 @@ import numpy as np
 from deepinfer_prep import fp8
 from deepinfer_prep.container import TensorInfo, encode_header
 from deepinfer_prep.kernel_scale import DerivedScale, NoKernelScaleError, derive
-from deepinfer_prep.storage import RangeReader
+from deepinfer_prep.storage import Readers
 
 MAX_FILE_BYTES = 4 * 1024**3
 _CHUNK_BYTES = 4 * 1024 * 1024
@@ -83,18 +83,18 @@ def halves(name: str, source: Location) -> tuple[SidecarTensor, SidecarTensor]:
     )
 
 
-def kernel_scale(weight: str, source: Location, plan: DerivedScale) -> SidecarTensor | str:
+def kernel_scale(weight: str, source: Location, plan: DerivedScale, readers: Readers) -> SidecarTensor | str:
     """The sidecar tensor of a derived kernel scale, or the reason why the scale's values allow none."""
     tensor = SidecarTensor(weight + KERNEL_SCALE_SUFFIX, "U8", plan.shape, plan.nbytes, KernelScale(source, plan))
     try:
-        for _ in tensor_chunks(tensor):
+        for _ in tensor_chunks(tensor, readers):
             pass
     except NoKernelScaleError as error:
         return str(error)
     return tensor
 
 
-def tensor_chunks(tensor: SidecarTensor) -> Iterator[fp8.U8]:
+def tensor_chunks(tensor: SidecarTensor, readers: Readers) -> Iterator[fp8.U8]:
     """Yield a sidecar tensor's bytes in order, a few megabytes at a time.
 
     Raises:
@@ -102,27 +102,27 @@ def tensor_chunks(tensor: SidecarTensor) -> Iterator[fp8.U8]:
         NoExactResultError: a matrix holds a value that is not finite in bf16.
     """
     source = tensor.origin.source
-    with RangeReader(source.path) as file:
 
-        def read(start: int, stop: int) -> fp8.U8:
-            buffer = np.empty(stop - start, dtype=np.uint8)
-            file.read_into(buffer.data, source.data_start + source.tensor.start + start)
-            return buffer
+    def read(start: int, stop: int) -> fp8.U8:
+        buffer = np.empty(stop - start, dtype=np.uint8)
+        readers.get(source.path).read_into(buffer.data, source.data_start + source.tensor.start + start)
+        return buffer
 
-        if isinstance(tensor.origin, KernelScale):
-            yield from derive(tensor.origin.plan, read)
-            return
-        position = 0 if tensor.origin.which == "hi" else 1
-        for start in range(0, source.tensor.nbytes, _CHUNK_BYTES):
-            raw = read(start, min(start + _CHUNK_BYTES, source.tensor.nbytes))
-            yield fp8.split_hi_lo(raw.view("<f4"))[position].view(np.uint8)
+    if isinstance(tensor.origin, KernelScale):
+        yield from derive(tensor.origin.plan, read)
+        return
+    position = 0 if tensor.origin.which == "hi" else 1
+    for start in range(0, source.tensor.nbytes, _CHUNK_BYTES):
+        raw = read(start, min(start + _CHUNK_BYTES, source.tensor.nbytes))
+        yield fp8.split_hi_lo(raw.view("<f4"))[position].view(np.uint8)
 
 
 def file_chunks(file: SidecarFile) -> Iterator[fp8.U8]:
     """Yield all bytes of a sidecar file in order."""
     yield np.frombuffer(file.header, dtype=np.uint8)
-    for tensor in file.tensors:
-        yield from tensor_chunks(tensor)
+    with Readers() as readers:
+        for tensor in file.tensors:
+            yield from tensor_chunks(tensor, readers)
 
 
 def lay_out(tensors: Iterable[SidecarTensor], metadata: Mapping[str, str], name_prefix: str) -> list[SidecarFile]:

@@ -14,7 +14,7 @@ from deepinfer_prep.manifest import Manifest, WeightRecord
 from deepinfer_prep.output_check import OpenOutput
 from deepinfer_prep.refusals import MANIFEST_NAME
 from deepinfer_prep.sidecar import Location, SidecarTensor
-from deepinfer_prep.storage import RangeReader
+from deepinfer_prep.storage import Readers
 
 
 def check_sidecar(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]:
@@ -25,11 +25,12 @@ def check_sidecar(output: OpenOutput, manifest: Manifest) -> Iterator[Difference
             expected |= {half.name: half for half in sidecar.halves(name, output.main[name])}
     for weight, record in manifest.weights.items():
         yield from _expect_kernel_scale(output, weight, record, expected)
-    for name, location in output.beside.items():
-        if name not in expected:
-            yield Difference(location.path.name, "the manifest does not account for this sidecar tensor", name)
-        else:
-            yield from _compare(location, expected[name])
+    with Readers() as beside, Readers() as main:
+        for name, location in output.beside.items():
+            if name not in expected:
+                yield Difference(location.path.name, "the manifest does not account for this sidecar tensor", name)
+            else:
+                yield from _compare(location, expected[name], beside, main)
 
 
 def _expect_kernel_scale(
@@ -52,7 +53,7 @@ def _expect_kernel_scale(
         )
 
 
-def _compare(found: Location, expected: SidecarTensor) -> Iterator[Difference]:
+def _compare(found: Location, expected: SidecarTensor, beside: Readers, main: Readers) -> Iterator[Difference]:
     file, name = found.path.name, expected.name
     if (found.tensor.dtype, found.tensor.shape) != (expected.dtype, expected.shape):
         problem = (
@@ -62,14 +63,13 @@ def _compare(found: Location, expected: SidecarTensor) -> Iterator[Difference]:
         return
     position, item = 0, max(1, expected.nbytes // max(1, found.tensor.elements))
     try:
-        with RangeReader(found.path) as reader:
-            for chunk in sidecar.tensor_chunks(expected):
-                actual = np.empty(chunk.size, dtype=np.uint8)
-                reader.read_into(actual.data, found.data_start + found.tensor.start + position)
-                if not np.array_equal(actual, chunk):
-                    first = (position + int(np.flatnonzero(actual != chunk)[0])) // item
-                    yield Difference(file, "is not what the main shards give", name, first)
-                    return
-                position += chunk.size
+        for chunk in sidecar.tensor_chunks(expected, main):
+            actual = np.empty(chunk.size, dtype=np.uint8)
+            beside.get(found.path).read_into(actual.data, found.data_start + found.tensor.start + position)
+            if not np.array_equal(actual, chunk):
+                first = (position + int(np.flatnonzero(actual != chunk)[0])) // item
+                yield Difference(file, "is not what the main shards give", name, first)
+                return
+            position += chunk.size
     except (NoKernelScaleError, fp8.NoExactResultError) as error:
         yield Difference(file, f"cannot be recomputed from the main shards: {error}", name)

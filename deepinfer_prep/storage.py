@@ -93,6 +93,38 @@ class RangeReader(_RangedFile):
         super().__init__(path, os.O_RDONLY)
 
 
+class Readers:
+    """Opens files one at a time and keeps the last one open, for many small reads that mostly go to one file."""
+
+    def __init__(self) -> None:
+        self._last: RangeReader | None = None
+
+    def get(self, path: Path) -> RangeReader:
+        """The reader of a file; the one of another file, which an earlier call returned, is closed.
+
+        Raises:
+            PrepError, OSError: as `RangeReader`.
+        """
+        if self._last is None or self._last.path != path:
+            self.close()
+            self._last = RangeReader(path)
+        return self._last
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.close()
+
+    def __enter__(self) -> Readers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 class RangeWriter(_RangedFile):
     """Writes byte ranges of one file, which it creates where it does not exist; reads them back as well."""
 

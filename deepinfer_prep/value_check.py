@@ -13,29 +13,30 @@ from deepinfer_prep.formats.base import FLOAT_DTYPES
 from deepinfer_prep.manifest import Manifest
 from deepinfer_prep.output_check import OpenOutput
 from deepinfer_prep.sidecar import Location
-from deepinfer_prep.storage import RangeReader
+from deepinfer_prep.storage import Readers
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 
 
 def check_scales(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]:
     """Every scale of an e4m3 weight: no e8m0 byte 255, no float that is NaN or infinite."""
-    for name in sorted({record.scale for record in manifest.weights.values() if record.element == "e4m3"}):
-        if name in output.main:
-            yield from _check_scale(output.main[name])
+    scales = {record.scale for record in manifest.weights.values() if record.element == "e4m3"}
+    found = (location for name, location in output.main.items() if name in scales)
+    with Readers() as readers:
+        for location in found:
+            yield from _check_scale(location, readers)
 
 
-def _check_scale(location: Location) -> Iterator[Difference]:
+def _check_scale(location: Location, readers: Readers) -> Iterator[Difference]:
     item = DTYPE_BITS[location.tensor.dtype] // 8
-    with RangeReader(location.path) as file:
-        for start in range(0, location.tensor.nbytes, _CHUNK_BYTES):
-            raw = np.empty(min(_CHUNK_BYTES, location.tensor.nbytes - start), dtype=np.uint8)
-            file.read_into(raw.data, location.data_start + location.tensor.start + start)
-            bad = ~_finite(raw, location.tensor.dtype)
-            if bad.any():
-                element = start // item + int(np.argmax(bad))
-                yield Difference(location.path.name, "the scale is not finite", location.tensor.name, element)
-                return
+    for start in range(0, location.tensor.nbytes, _CHUNK_BYTES):
+        raw = np.empty(min(_CHUNK_BYTES, location.tensor.nbytes - start), dtype=np.uint8)
+        readers.get(location.path).read_into(raw.data, location.data_start + location.tensor.start + start)
+        bad = ~_finite(raw, location.tensor.dtype)
+        if bad.any():
+            element = start // item + int(np.argmax(bad))
+            yield Difference(location.path.name, "the scale is not finite", location.tensor.name, element)
+            return
 
 
 def _finite(raw: fp8.U8, dtype: str) -> np.typing.NDArray[np.bool_]:
