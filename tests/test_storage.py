@@ -26,9 +26,9 @@ def test_readers_keep_one_file_open(paths: list[Path]) -> None:
         buffer = bytearray(3)
         second.read_into(memoryview(buffer), 0)
         assert buffer == b"two"
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="Bad file descriptor"):
             first.status()
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="Bad file descriptor"):
         second.status()
 
 
