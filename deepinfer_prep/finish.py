@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 
 from deepinfer_prep import fp8, sidecar
@@ -37,7 +38,7 @@ def derive_all(plan: Plan, locate: Locate) -> Derived:
     for name in plan.split:
         tensors += sidecar.halves(name, locate(name))
     weights = {}
-    with Readers() as readers:
+    with closing(Readers()) as readers:
         for weight in plan.weights:
             found = _kernel_scale(weight, locate, readers)
             if isinstance(found, SidecarTensor):

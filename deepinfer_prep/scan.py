@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 
 from deepinfer_prep import fp8
@@ -168,7 +169,7 @@ def _chunks(piece: _Piece, readers: Readers, buffer: fp8.U8, tally: Tally) -> It
 
 
 def _check_batch(batch: list[_Piece], buffer: fp8.U8) -> tuple[int, list[tuple[_Piece, str]]]:
-    with Readers() as readers:
+    with closing(Readers()) as readers:
         found = [(piece, _problem(piece, readers, buffer)) for piece in batch]
     return sum(piece.nbytes for piece in batch), [(piece, problem) for piece, problem in found if problem]
 
@@ -195,7 +196,7 @@ def _check_split(file: OutputFile, offset: int, chunk: fp8.U8) -> None:
 
 def _count(batch: list[_Piece], buffer: fp8.U8) -> tuple[int, Tally]:
     tally = Tally()
-    with Readers() as readers:
+    with closing(Readers()) as readers:
         for piece in batch:
             for _ in _chunks(piece, readers, buffer, tally):
                 pass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -120,7 +121,7 @@ def tensor_chunks(tensor: SidecarTensor, readers: Readers) -> Iterator[fp8.U8]:
 def file_chunks(file: SidecarFile) -> Iterator[fp8.U8]:
     """Yield all bytes of a sidecar file in order."""
     yield np.frombuffer(file.header, dtype=np.uint8)
-    with Readers() as readers:
+    with closing(Readers()) as readers:
         for tensor in file.tensors:
             yield from tensor_chunks(tensor, readers)
 

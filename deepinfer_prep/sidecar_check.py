@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 
@@ -25,7 +26,7 @@ def check_sidecar(output: OpenOutput, manifest: Manifest) -> Iterator[Difference
             expected |= {half.name: half for half in sidecar.halves(name, output.main[name])}
     for weight, record in manifest.weights.items():
         yield from _expect_kernel_scale(output, weight, record, expected)
-    with Readers() as beside, Readers() as main:
+    with closing(Readers()) as beside, closing(Readers()) as main:
         for name, location in output.beside.items():
             if name not in expected:
                 yield Difference(location.path.name, "the manifest does not account for this sidecar tensor", name)

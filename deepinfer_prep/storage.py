@@ -116,14 +116,6 @@ class Readers:
         if last is not None:
             last.close()
 
-    def __enter__(self) -> Readers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class RangeWriter(_RangedFile):
     """Writes byte ranges of one file, which it creates where it does not exist; reads them back as well."""

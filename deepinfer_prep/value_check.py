@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 
@@ -22,7 +23,7 @@ def check_scales(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]
     """Every scale of an e4m3 weight: no e8m0 byte 255, no float that is NaN or infinite."""
     scales = {record.scale for record in manifest.weights.values() if record.element == "e4m3"}
     found = (location for name, location in output.main.items() if name in scales)
-    with Readers() as readers:
+    with closing(Readers()) as readers:
         for location in found:
             yield from _check_scale(location, readers)
 

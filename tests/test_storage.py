@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def paths(tmp_path: Path) -> list[Path]:
 
 
 def test_readers_keep_one_file_open(paths: list[Path]) -> None:
-    with Readers() as readers:
+    with closing(Readers()) as readers:
         first = readers.get(paths[0])
         assert readers.get(paths[0]) is first
         second = readers.get(paths[1])
@@ -33,7 +34,7 @@ def test_readers_keep_one_file_open(paths: list[Path]) -> None:
 
 
 def test_readers_work_again_after_a_file_that_cannot_be_opened(paths: list[Path]) -> None:
-    with Readers() as readers:
+    with closing(Readers()) as readers:
         readers.get(paths[0])
         with pytest.raises(PrepError, match="is a folder"):
             readers.get(paths[0].parent)
