@@ -20,9 +20,25 @@ class Layer(nn.Module):
         self.weight = frozen(weight)
 
 
+class Holder(nn.Module):
+    """A module with the given parameters."""
+
+    def __init__(self, **parameters: torch.Tensor) -> None:
+        super().__init__()
+        for name, tensor in parameters.items():
+            setattr(self, name, frozen(tensor))
+
+
 def frozen(tensor: Tensor) -> nn.Parameter:
     """A parameter without gradient, as serving code has them."""
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def attribute(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """An attribute that loading or preparing put on a weight."""
+    found = getattr(tensor, name)
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 def fp8(codes: Tensor) -> Tensor:
