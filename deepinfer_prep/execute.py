@@ -26,7 +26,7 @@ from deepinfer_prep.transform import Tally, output_chunks
 COMMIT_BYTES = 512 * 1024 * 1024
 """After so many new bytes the data is synced and recorded; a kill loses at most this and what is under way."""
 _COMMIT_FILES = 32
-"""The same for files, of which at most so many are open and wait for it."""
+"""The same for files: at most so many are finished, open and wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Execution:
             for number, (start, end) in enumerate(segments(file.size)):
                 yield _Segment(file, number, start, end, earlier.get((file.name, number)))
 
-        # Each worker in a file of its own: a file system lets one thread at a time write to a file.
+        # Workers mostly in files of their own: a file system may let one thread at a time write to a file.
         return interleave(map(of_file, self._files), workers)
 
     def _write(self, segment: _Segment, buffer: fp8.U8) -> _Finished:

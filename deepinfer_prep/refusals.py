@@ -129,13 +129,13 @@ def _tensor_clashes(checkpoint: Checkpoint, layout: Layout, split: Iterable[str]
 
 
 def _split_scales(checkpoint: Checkpoint, layout: Layout, split: Iterable[str]) -> Iterator[str]:
-    """A scale is doubled and read as a scale: halves of it would mean nothing."""
-    scales = {quantized.scale for quantized in layout.weights}
+    """A scale may be doubled and is read as a scale: halves of it would mean nothing."""
+    scales = {quantized.scale for quantized in layout.weights} | {*layout.activation_scales}
     taken = [name for name in split if name in scales]
     if taken:
         yield (
-            f"--split would split {len(taken):,} scales of quantized weights: {_listed(checkpoint, taken)}. Only "
-            "matrices of the model itself have halves that a graph takes. Make the pattern narrower."
+            f"--split would split scales ({len(taken):,}): {_listed(checkpoint, taken)}. Only matrices of the model "
+            "itself have halves that a graph takes. Make the pattern narrower."
         )
 
 

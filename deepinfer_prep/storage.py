@@ -1,6 +1,6 @@
 """Ranged reads and writes of files: the one door between this package and where bytes lie.
 
-Everything above reads and writes (offset, buffer) pairs through these two classes, so another store needs
+Everything above reads and writes (offset, buffer) pairs through these classes, so another store needs
 only ranged reads and ranged writes to take their place.
 """
 
@@ -94,7 +94,10 @@ class RangeReader(_RangedFile):
 
 
 class Readers:
-    """Opens files one at a time and keeps the last one open, for many small reads that mostly go to one file."""
+    """Opens files one at a time and keeps the last one open, for many small reads that mostly go to one file.
+
+    For one thread: a reader is good until the next one is asked for.
+    """
 
     def __init__(self) -> None:
         self._last: RangeReader | None = None

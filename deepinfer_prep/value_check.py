@@ -20,7 +20,7 @@ _CHUNK_BYTES = 4 * 1024 * 1024
 
 
 def check_scales(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]:
-    """Every scale of an e4m3 weight: no e8m0 byte 255, no float that is NaN or infinite."""
+    """Every scale of an e4m3 weight, in the order of the files: no e8m0 byte 255, no float that is NaN or infinite."""
     scales = {record.scale for record in manifest.weights.values() if record.element == "e4m3"}
     found = (location for name, location in output.main.items() if name in scales)
     with closing(Readers()) as readers:

@@ -116,7 +116,7 @@ def measure(command: list[str], then_sync: bool = False) -> tuple[float, int]:
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--size", default="2GB", show_default=True, help="Size of the sample checkpoint.")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="How often each is run.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="How often each is timed.")
 @click.option("--without-load-time", is_flag=True, help="Leave the load-time method out (it is slow).")
 def main(folder: Path, size: str, rounds: int, without_load_time: bool) -> None:
     """Print a table of medians and ratios."""

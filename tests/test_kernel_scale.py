@@ -41,6 +41,27 @@ def derived_bytes(plan: DerivedScale, raw: bytes) -> Bytes:
     return np.concatenate([chunk.copy() for chunk in derive(plan, lambda start, stop: stored[start:stop])])
 
 
+POWERS, ROWS = "every value is a power of two", "rows that share a block of 32 agree"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grid", "block", "conditions"),
+    [
+        ("F32", (1, 2), (128, 128), (POWERS,)),
+        ("F8_E8M0", (1, 2), (128, 128), ()),
+        ("F8_E8M0", (128, 8), (1, 32), (ROWS,)),
+        ("BF16", (128, 1), (1, 256), (POWERS, ROWS)),
+        ("BF16", (1, 1), (128, 256), (POWERS,)),
+    ],
+)
+def test_what_the_values_have_to_fulfil_is_said(
+    dtype: str, grid: tuple[int, int], block: Block, conditions: tuple[str, ...]
+) -> None:
+    plan = plan_for((128, 256), dtype, grid, block)
+    assert plan.derived is not None
+    assert plan.derived.conditions == conditions
+
+
 @pytest.mark.parametrize("dtype", ["F8_E8M0", "U8"])
 @pytest.mark.parametrize(
     ("shape", "grid", "block", "element"),

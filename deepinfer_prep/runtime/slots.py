@@ -53,11 +53,11 @@ class Slots:
     by_name: Mapping[str, Slot]
     """Every parameter and persistent buffer under every name; tied ones are one slot."""
     computed: Mapping[str, torch.Tensor]
-    """Buffers that are not persistent: the model computes them itself."""
+    """Buffers that are not persistent, each under one name: the model computes them itself."""
 
     def on_meta(self) -> tuple[str, ...]:
-        """Names of what has no memory yet."""
-        names = [name for name, slot in self.by_name.items() if slot.is_meta]
+        """What has no memory yet, each once: what a checkpoint could fill, under its first name, then the rest."""
+        names = [name for name, slot in self.by_name.items() if slot.is_meta and name == slot.name]
         return (*names, *(name for name, tensor in self.computed.items() if tensor.is_meta))
 
 
@@ -65,21 +65,21 @@ def slots_of(model: nn.Module) -> Slots:
     """The places of a model."""
     by_identity: dict[int, Slot] = {}
     by_name: dict[str, Slot] = {}
-    computed: dict[str, torch.Tensor] = {}
+    computed: dict[int, tuple[str, torch.Tensor]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for held in (module._parameters, module._buffers):
             for attribute, tensor in held.items():
                 if tensor is None:
                     continue
-                if attribute in module._non_persistent_buffers_set:
-                    computed[prefix + attribute] = tensor
+                if held is module._buffers and attribute in module._non_persistent_buffers_set:
+                    computed.setdefault(id(tensor), (prefix + attribute, tensor))
                     continue
                 slot = by_identity.get(id(tensor))
                 if slot is None:
                     slot = by_identity[id(tensor)] = Slot(tensor, [], [])
                 slot.names.append(prefix + attribute)
-                if (module, attribute) not in slot.owners:
+                if not any(owner is module and known == attribute for owner, known in slot.owners):
                     slot.owners.append((module, attribute))
                 by_name[prefix + attribute] = slot
-    return Slots(by_name, computed)
+    return Slots(by_name, dict(computed.values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,8 @@ LIMIT_BYTES = 8 * 1024 * 1024
 """What one step reads into memory at most."""
 
 _POPULATE_BYTES = 64 * 1024 * 1024
-"""What one step brings in of mapped pages: a GB takes a few milliseconds, so handing out steps must not cost more."""
+"""What one step brings in of mapped pages at most: a GB in the page cache takes a few milliseconds, so handing out
+steps must not cost more."""
 
 SCRATCH_BYTES = 2 * LIMIT_BYTES
 """What a thread needs besides: one step's bytes, and the same again where gaps are read with them."""
@@ -112,15 +113,14 @@ class Fill:
     out: torch.Tensor
 
 
-def populate_transfers(file: TensorFile, extents: Iterable[tuple[int, int]]) -> Iterator[Transfer]:
+def populate_transfers(file: TensorFile, extents: Sequence[tuple[int, int]]) -> Iterator[Transfer]:
     """Steps that bring (start, end) extents of a mapped file, in order, into memory; neighbours go together."""
-    first = last = 0
-    for start, end in extents:
-        if start > last:
-            yield from _populate(file, first, last)
-            first = start
-        last = max(last, end)
-    yield from _populate(file, first, last)
+    # Little is cut small all the same, so that all threads have a part of it to wait for.
+    share = sum(end - start for start, end in extents) // 16
+    step = min(max(share, LIMIT_BYTES), _POPULATE_BYTES)
+    for first, last in _joined_extents(extents):
+        for start in range(first, last, step):
+            yield Populate(file, start, min(start + step, last))
 
 
 def fill_transfers(fills: Iterable[Fill]) -> Iterator[Transfer]:
@@ -138,9 +138,14 @@ def fill_transfers(fills: Iterable[Fill]) -> Iterator[Transfer]:
         yield _joined(waiting)
 
 
-def _populate(file: TensorFile, first: int, last: int) -> Iterator[Transfer]:
-    for start in range(first, last, _POPULATE_BYTES):
-        yield Populate(file, start, min(start + _POPULATE_BYTES, last))
+def _joined_extents(extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    first = last = 0
+    for start, end in extents:
+        if start > last:
+            yield first, last
+            first = start
+        last = max(last, end)
+    yield first, last
 
 
 def _separate(fills: Iterable[Fill]) -> Iterator[Transfer]:

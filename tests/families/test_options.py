@@ -284,9 +284,11 @@ def test_a_split_pattern_that_fits_nothing_or_no_f32_matrix_is_refused(
 
 
 def test_a_scale_is_not_split(tmp_path: Path) -> None:
-    tensors: dict[str, Tensor] = {"l.weight": WEIGHT, "l.weight_scale_inv": ("F32", (1, 1), ONE_F32)}
-    message = refused(source_of(tmp_path, tensors), tmp_path / "output", split=("*scale_inv",))
-    assert "--split would split 1 scales of quantized weights: 'l.weight_scale_inv'" in message
+    grid: Tensor = ("F32", (1, 1), ONE_F32)
+    source = source_of(tmp_path, {"l.weight": WEIGHT, "l.weight_scale_inv": grid, "l.input_scale": grid})
+    for pattern, name in (("*scale_inv", "l.weight_scale_inv"), ("*input_scale", "l.input_scale")):
+        message = refused(source, tmp_path / "output", split=(pattern,))
+        assert f"--split would split scales (1): {name!r}" in message
 
 
 def test_a_split_matrix_that_is_not_finite_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from small_files import tree
 from deepinfer_prep.storage import RangeWriter
 from hostile.calls import ALLOCATE, Call, watch
 from hostile.checkpoints import MANIFEST, convert, published
+from hostile.conftest import SMALL
 
 FAULTS = [
     ("open", errno.EMFILE),
@@ -79,26 +80,49 @@ def test_a_failing_call_ends_clearly_and_the_same_command_goes_on(
         assert published(output) == expected
 
 
+def test_each_segment_reserves_its_own_blocks(
+    source: Path, expected: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = watch(monkeypatch, scratch)
+
+    def reserved() -> dict[str, list[tuple[int, int]]]:
+        shards: dict[str, list[tuple[int, int]]] = {}
+        for call in calls.made:
+            name = Path(call.path).name
+            if call.name == ALLOCATE and name.startswith("model-"):
+                shards.setdefault(name, []).append(call.arguments[1:])
+        calls.made.clear()
+        return {name: sorted(ranges) for name, ranges in shards.items()}
+
+    calls.fail(lambda call: call.name == "replace", 0, errno.EIO)
+    assert convert(source, scratch / "out").exit_code == 1
+    calls.mend()
+    first = reserved()
+    assert sorted(first) == ["model-1.safetensors", "model-2.safetensors"]
+    for name, ranges in first.items():
+        size = len(expected[name])
+        assert ranges == [(start, min(SMALL, size - start)) for start in range(0, size, SMALL)]
+    assert convert(source, scratch / "out").exit_code == 0
+    assert reserved() == {}
+    assert published(scratch / "out") == expected
+
+
 def test_short_reads_and_writes_are_completed(
     source: Path, expected: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    real = {"preadv": os.preadv, "pwrite": os.pwrite}
     calls = watch(monkeypatch, scratch)
     shortened = 0
 
     def cut(call: Call, proceed: Callable[[], Any]) -> Any:
         nonlocal shortened
-        if call.name not in ("preadv", "pwrite"):
+        if call.name not in real:
             return proceed()
         descriptor, data, offset = call.arguments
-        real = getattr(os, call.name)
         piece = data[0] if call.name == "preadv" else data
         shortened += len(piece) > 1000
         piece = piece[: max(1, len(piece) // 2)]
-        calls.mend()
-        try:
-            return real(descriptor, [piece] if call.name == "preadv" else piece, offset)
-        finally:
-            calls.action = cut
+        return real[call.name](descriptor, [piece] if call.name == "preadv" else piece, offset)
 
     calls.action = cut
     assert convert(source, scratch / "out").exit_code == 0
