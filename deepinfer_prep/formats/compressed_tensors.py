@@ -45,7 +45,7 @@ class CompressedTensors:
 
 
 class _Group(NamedTuple):
-    """One fp8 group of the config: the modules that it names, and how their scales lie."""
+    """The fp8 groups of the config whose scales lie in one way: the modules that they name, and that way."""
 
     modules: frozenset[str]
     patterns: tuple[re.Pattern[str], ...]
@@ -58,14 +58,19 @@ class _Group(NamedTuple):
 def _fp8_groups(quantization: Mapping[str, Any]) -> list[_Group]:
     groups = quantization.get("config_groups")
     values = list(groups.values()) if isinstance(groups, dict) else []
-    return [_group(value) for value in values if isinstance(value, dict) and _is_fp8(value.get("weights"))]
+    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for value in values:
+        if isinstance(value, dict) and _is_fp8(value.get("weights")):
+            alike.setdefault(_geometry(value["weights"]), []).append(value)
+    return [_merge(group) for group in alike.values()]
 
 
-def _group(value: Mapping[str, Any]) -> _Group:
-    listed = value.get("targets")
-    targets = [target for target in listed if isinstance(target, str)] if isinstance(listed, list) else []
+def _merge(groups: list[Mapping[str, Any]]) -> _Group:
+    listed = [group["targets"] for group in groups if isinstance(group.get("targets"), list)]
+    targets = [target for each in listed for target in each if isinstance(target, str)]
     patterns = (_compile(target[3:]) for target in targets if target.startswith("re:"))
-    return _Group(frozenset(targets), tuple(pattern for pattern in patterns if pattern is not None), value["weights"])
+    known = tuple(pattern for pattern in patterns if pattern is not None)
+    return _Group(frozenset(targets), known, groups[0]["weights"])
 
 
 def _compile(pattern: str) -> re.Pattern[str] | None:
@@ -85,12 +90,10 @@ def _scheme_of(weight: str, groups: list[_Group]) -> Scheme | None:
     A target that is a module class cannot be matched from names, so class targets decide only where
     all groups left agree.
     """
-    module = weight.rpartition(".")[0]
-    named = [group for group in groups if group.names(module)]
-    schemes = [group.scheme for group in named or groups]
-    if not schemes or any(_geometry(other) != _geometry(schemes[0]) for other in schemes[1:]):
-        return None
-    return schemes[0]
+    if len(groups) > 1:
+        module = weight.rpartition(".")[0]
+        groups = [group for group in groups if group.names(module)] or groups
+    return groups[0].scheme if len(groups) == 1 else None
 
 
 def _geometry(scheme: Scheme) -> tuple[Any, ...]:
