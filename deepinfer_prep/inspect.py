@@ -142,7 +142,8 @@ def _kernel_scale(weight: PlannedWeight) -> str:
         return "stored"
     if weight.kernel_scale.derived is None:
         return weight.kernel_scale.reason
-    return " where ".join(filter(None, ("derived", " and ".join(weight.kernel_scale.derived.conditions))))
+    conditions = weight.kernel_scale.derived.conditions
+    return f"derived where {' and '.join(conditions)}" if conditions else "derived"
 
 
 def _kinds(plan: Plan) -> Iterator[KindRow]:

@@ -64,8 +64,12 @@ class DerivedScale:
     @property
     def conditions(self) -> tuple[str, ...]:
         """What the values have to fulfil, in words."""
-        is_float, is_finer = self.scale_dtype in FLOAT_DTYPES, self.block[0] < min(KERNEL_BLOCK, self.rows)
-        return ("every value is a power of two",) * is_float + ("rows that share a block of 32 agree",) * is_finer
+        found = []
+        if self.scale_dtype in FLOAT_DTYPES:
+            found.append("every value is a power of two")
+        if self.block[0] < min(KERNEL_BLOCK, self.rows):
+            found.append("rows that share a block of 32 agree")
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

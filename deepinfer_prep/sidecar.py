@@ -34,6 +34,17 @@ class Location:
     tensor: TensorInfo
 
 
+def read_stored(location: Location, start: int, stop: int, readers: Readers) -> fp8.U8:
+    """The bytes start..stop of a tensor.
+
+    Raises:
+        PrepError, OSError: its file cannot be read.
+    """
+    buffer = np.empty(stop - start, dtype=np.uint8)
+    readers.get(location.path).read_into(buffer.data, location.data_start + location.tensor.start + start)
+    return buffer
+
+
 @dataclass(frozen=True, slots=True)
 class Half:
     """One bf16 half of an fp32 matrix."""
@@ -103,18 +114,12 @@ def tensor_chunks(tensor: SidecarTensor, readers: Readers) -> Iterator[fp8.U8]:
         NoExactResultError: a matrix holds a value that is not finite in bf16.
     """
     source = tensor.origin.source
-
-    def read(start: int, stop: int) -> fp8.U8:
-        buffer = np.empty(stop - start, dtype=np.uint8)
-        readers.get(source.path).read_into(buffer.data, source.data_start + source.tensor.start + start)
-        return buffer
-
     if isinstance(tensor.origin, KernelScale):
-        yield from derive(tensor.origin.plan, read)
+        yield from derive(tensor.origin.plan, lambda start, stop: read_stored(source, start, stop, readers))
         return
     position = 0 if tensor.origin.which == "hi" else 1
     for start in range(0, source.tensor.nbytes, _CHUNK_BYTES):
-        raw = read(start, min(start + _CHUNK_BYTES, source.tensor.nbytes))
+        raw = read_stored(source, start, min(start + _CHUNK_BYTES, source.tensor.nbytes), readers)
         yield fp8.split_hi_lo(raw.view("<f4"))[position].view(np.uint8)
 
 

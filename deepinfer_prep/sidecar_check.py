@@ -65,8 +65,7 @@ def _compare(found: Location, expected: SidecarTensor, beside: Readers, main: Re
     position, item = 0, max(1, expected.nbytes // max(1, found.tensor.elements))
     try:
         for chunk in sidecar.tensor_chunks(expected, main):
-            actual = np.empty(chunk.size, dtype=np.uint8)
-            beside.get(found.path).read_into(actual.data, found.data_start + found.tensor.start + position)
+            actual = sidecar.read_stored(found, position, position + chunk.size, beside)
             if not np.array_equal(actual, chunk):
                 first = (position + int(np.flatnonzero(actual != chunk)[0])) // item
                 yield Difference(file, "is not what the main shards give", name, first)

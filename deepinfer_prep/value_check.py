@@ -13,7 +13,7 @@ from deepinfer_prep.findings import Difference
 from deepinfer_prep.formats.base import FLOAT_DTYPES
 from deepinfer_prep.manifest import Manifest
 from deepinfer_prep.output_check import OpenOutput
-from deepinfer_prep.sidecar import Location
+from deepinfer_prep.sidecar import Location, read_stored
 from deepinfer_prep.storage import Readers
 
 _CHUNK_BYTES = 4 * 1024 * 1024
@@ -31,8 +31,7 @@ def check_scales(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]
 def _check_scale(location: Location, readers: Readers) -> Iterator[Difference]:
     item = DTYPE_BITS[location.tensor.dtype] // 8
     for start in range(0, location.tensor.nbytes, _CHUNK_BYTES):
-        raw = np.empty(min(_CHUNK_BYTES, location.tensor.nbytes - start), dtype=np.uint8)
-        readers.get(location.path).read_into(raw.data, location.data_start + location.tensor.start + start)
+        raw = read_stored(location, start, min(start + _CHUNK_BYTES, location.tensor.nbytes), readers)
         bad = ~_finite(raw, location.tensor.dtype)
         if bad.any():
             element = start // item + int(np.argmax(bad))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,20 +66,25 @@ def slots_of(model: nn.Module) -> Slots:
     by_identity: dict[int, Slot] = {}
     by_name: dict[str, Slot] = {}
     computed: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, module, attribute, tensor in _held(model):
+        if module._parameters.get(attribute) is not tensor and attribute in module._non_persistent_buffers_set:
+            computed.setdefault(id(tensor), (name, tensor))
+            continue
+        slot = by_identity.get(id(tensor))
+        if slot is None:
+            slot = by_identity[id(tensor)] = Slot(tensor, [], [])
+        slot.names.append(name)
+        if not any(owner is module and known == attribute for owner, known in slot.owners):
+            slot.owners.append((module, attribute))
+        by_name[name] = slot
+    return Slots(by_name, dict(computed.values()))
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Every parameter and buffer under every path to it: name, module, attribute, tensor."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for held in (module._parameters, module._buffers):
             for attribute, tensor in held.items():
-                if tensor is None:
-                    continue
-                if held is module._buffers and attribute in module._non_persistent_buffers_set:
-                    computed.setdefault(id(tensor), (prefix + attribute, tensor))
-                    continue
-                slot = by_identity.get(id(tensor))
-                if slot is None:
-                    slot = by_identity[id(tensor)] = Slot(tensor, [], [])
-                slot.names.append(prefix + attribute)
-                if not any(owner is module and known == attribute for owner, known in slot.owners):
-                    slot.owners.append((module, attribute))
-                by_name[prefix + attribute] = slot
-    return Slots(by_name, dict(computed.values()))
+                if tensor is not None:
+                    yield prefix + attribute, module, attribute, tensor
