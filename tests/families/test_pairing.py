@@ -212,6 +212,21 @@ def test_groups_of_module_classes_that_disagree_leave_the_block_open(tmp_path: P
     assert plan_of(tmp_path, tensors, **config).weights[0].quantized.block == (64, 64)
 
 
+def test_groups_whose_scales_lie_alike_cover_the_modules_of_each(tmp_path: Path) -> None:
+    config = compressed(strategy="tensor")
+    tensor = config["config_groups"]["group_0"]["weights"]
+    config["config_groups"] = {
+        "first": {"targets": ["a"], "weights": tensor},
+        "other": {"targets": ["b"], "weights": {**tensor, "strategy": "channel"}},
+        "alike": {"targets": ["re:c.*"], "weights": {**tensor, "dynamic": False}},
+    }
+    rows: Tensor = ("F32", (64,), ONE_F32 * 64)
+    tensors: dict[str, Tensor] = {f"{module}.weight": WEIGHT for module in ("a", "b", "c1")}
+    tensors |= {"a.weight_scale": F32, "b.weight_scale": rows, "c1.weight_scale": F32}
+    blocks = {found.quantized.weight: found.quantized.block for found in plan_of(tmp_path, tensors, **config).weights}
+    assert blocks == {"a.weight": (64, 64), "b.weight": (1, 64), "c1.weight": (64, 64)}
+
+
 @pytest.mark.parametrize("evidence", ["format", "scale_dtype"])
 def test_compressed_tensors_states_exponents_by_format_or_dtype(tmp_path: Path, evidence: str) -> None:
     config = compressed(strategy="group", group_size=32)
