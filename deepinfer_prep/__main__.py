@@ -1,5 +1,5 @@
 """`python -m deepinfer_prep`."""
 
-from deepinfer_prep.cli import main
+from deepinfer_prep.cli.main import main
 
 main(prog_name="deepinfer-prep")

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepinfer_prep.checkpoint import open_checkpoint
+from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.kernel_scale import PlannedWeight
 from deepinfer_prep.options import Options
-from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, default_workers
-from deepinfer_prep.plan import Plan, plan_conversion
+from deepinfer_prep.planning.plan import Plan, plan_conversion
 from deepinfer_prep.progress import ProgressCallback
-from deepinfer_prep.scan import find_problems, find_unsafe, scan_codes
+from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, default_workers
+from deepinfer_prep.writing.preflight import find_problems, find_unsafe, scan_codes
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepinfer_prep import fp8
-from deepinfer_prep.checkpoint import Checkpoint
-from deepinfer_prep.container import TensorInfo, tensor_nbytes
-from deepinfer_prep.formats.base import FLOAT_DTYPES, Element, QuantizedWeight, grid_shape, matrix_shape
+from deepinfer_prep.families.protocol import FLOAT_DTYPES, Element, QuantizedWeight, grid_shape, matrix_shape
+from deepinfer_prep.files.checkpoint import Checkpoint
+from deepinfer_prep.files.container import TensorInfo, tensor_nbytes
 
 KERNEL_BLOCK = 32
 KERNEL_ROWS, KERNEL_COLUMNS = 32, 128

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from deepinfer_prep.formats.mapping import parse_map
+from deepinfer_prep.families.user_map import parse_map
 
 UnscaledRule = Literal["refuse", "copy-if-safe"]
 ActivationScaleRule = Literal["keep", "double"]

@@ -13,20 +13,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepinfer_prep.checkpoint import open_checkpoint
+from deepinfer_prep.checking.findings import Difference, Findings
+from deepinfer_prep.checking.records import compare_with_source
+from deepinfer_prep.checking.scales import check_scales
+from deepinfer_prep.checking.segments import SegmentCheck, SegmentFindings, check_segment
+from deepinfer_prep.checking.sidecar import check_sidecar
+from deepinfer_prep.checking.structure import OpenOutput, check_output
 from deepinfer_prep.errors import PrepError
-from deepinfer_prep.findings import Difference, Findings
+from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.manifest import Manifest, read_manifest
 from deepinfer_prep.options import Options
-from deepinfer_prep.output_check import OpenOutput, check_output
-from deepinfer_prep.parallel import DEFAULT_CHUNK_BYTES, default_workers, run_parallel, segments
-from deepinfer_prep.plan import OutputFile, Plan, plan_conversion
+from deepinfer_prep.planning.plan import OutputFile, Plan, plan_conversion
+from deepinfer_prep.planning.refusals import MANIFEST_NAME
 from deepinfer_prep.progress import Meter, ProgressCallback
-from deepinfer_prep.refusals import MANIFEST_NAME
-from deepinfer_prep.segment_check import SegmentCheck, SegmentFindings, check_segment
-from deepinfer_prep.sidecar_check import check_sidecar
-from deepinfer_prep.source_check import compare_with_source
-from deepinfer_prep.value_check import check_scales
+from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, default_workers, run_parallel, segments
 
 
 @dataclass(frozen=True, slots=True)

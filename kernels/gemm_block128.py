@@ -3,20 +3,10 @@
 import nki.isa as nisa
 import nki.language as nl
 
-from .activations import load_activations
-from .engines import charge_vector
-from .partial import multiply_partial, spread_blocks, transpose_codes
-from .tiles import (
-    LOAD_BYTES,
-    P,
-    check_sizes,
-    k_tiles,
-    load_weights,
-    my_columns,
-    plane_view,
-    row_groups,
-    store_results,
-)
+from .engine_balance import charge_vector
+from .few_rows import multiply_partial, spread_blocks, transpose_codes
+from .load_x import load_activations
+from .tiles import LOAD_BYTES, P, check_sizes, k_tiles, load_weights, my_columns, plane_view, row_groups, store_results
 
 PLANES = 2
 WIDTH = PLANES * P

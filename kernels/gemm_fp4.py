@@ -3,9 +3,9 @@
 import nki.isa as nisa
 import nki.language as nl
 
-from .activations import load_activations
-from .engines import charge_scalar, charge_vector
-from .partial import multiply_partial, spread_blocks
+from .engine_balance import charge_scalar, charge_vector
+from .few_rows import multiply_partial, spread_blocks
+from .load_x import load_activations
 from .scales import BLOCK, load_row_scales
 from .tiles import (
     BANK_FP32,

@@ -3,9 +3,9 @@
 import nki.isa as nisa
 import nki.language as nl
 
-from .activations import load_activations, round_trip_cycles
-from .engines import charge_vector, vector_is_free_first
-from .partial import multiply_partial, spread_blocks, transpose_codes
+from .engine_balance import charge_vector, vector_is_free_first
+from .few_rows import multiply_partial, spread_blocks, transpose_codes
+from .load_x import load_activations, round_trip_cycles
 from .scales import BLOCK, load_block_scales, load_row_scales
 from .tiles import (
     TILES_PER_BANK,

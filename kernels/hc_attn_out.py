@@ -5,7 +5,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .constants import HC
-from .streams import load_coefficients, load_streams, my_share, row_segments, token_tiles, weighted_sum
+from .hc_layout import load_coefficients, load_streams, my_share, row_segments, token_tiles, weighted_sum
 
 
 @nki.jit

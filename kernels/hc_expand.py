@@ -5,7 +5,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .constants import HC
-from .streams import my_share
+from .hc_layout import my_share
 
 
 @nki.jit

@@ -4,9 +4,9 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from .activations import FOLD_WIDTH, load_activations
 from .constants import HC, HC_EPS, NORM_EPS, SINKHORN_ITERS
-from .streams import my_share
+from .hc_layout import my_share
+from .load_x import FOLD_WIDTH, load_activations
 from .tiles import P, k_tiles, plane_view
 
 LOGITS = (2 + HC) * HC

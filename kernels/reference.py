@@ -14,16 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from .constants import (
-    AMAX_FLOOR,
-    FP8_BLOCK,
-    FP8_MAX,
-    HC,
-    HC_EPS,
-    MANTISSA_BITS,
-    NORM_EPS,
-    SINKHORN_ITERS,
-)
+from .constants import AMAX_FLOOR, FP8_BLOCK, FP8_MAX, HC, HC_EPS, MANTISSA_BITS, NORM_EPS, SINKHORN_ITERS
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127

@@ -20,7 +20,7 @@ import click
 from container_fuzz.files import make_file
 from container_fuzz.judge import DisagreementError, judge
 
-from deepinfer_prep import container
+from deepinfer_prep.files import container
 
 
 @click.group()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_prep.container import DTYPE_BITS
+from deepinfer_prep.files.container import DTYPE_BITS
 
 Tensor = tuple[str, tuple[int, ...], "bytes | int"]
 """dtype, shape, and the raw bytes or one byte that fills the tensor."""

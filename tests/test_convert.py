@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from independent_reader import assert_equal_but_for_rounded_codes, dequantize_all, load_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file
-from small_files import SCALE, WEIGHT, Tensor, tree, write_config, write_file, write_index
 
-import deepinfer_prep.execute
+import deepinfer_prep.writing.segment_writer
 from deepinfer_prep import Options, PrepError, Progress, RefusedError, convert_checkpoint, verify_checkpoint
 from deepinfer_prep._version import __version__
-from deepinfer_prep.transform import output_chunks
+from deepinfer_prep.writing.output_bytes import output_chunks
+from tests.independent_reader import assert_equal_but_for_rounded_codes, dequantize_all, load_checkpoint
+from tests.small_files import SCALE, WEIGHT, Tensor, tree, write_config, write_file, write_index
 
 MANIFEST = "neuron_manifest.json"
 
@@ -246,8 +246,8 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
             left[0] -= 1
             yield item
 
-    monkeypatch.setattr(deepinfer_prep.execute, "output_chunks", counted)
-    monkeypatch.setattr(deepinfer_prep.execute, "COMMIT_BYTES", 1)
+    monkeypatch.setattr(deepinfer_prep.writing.segment_writer, "output_chunks", counted)
+    monkeypatch.setattr(deepinfer_prep.writing.segment_writer, "COMMIT_BYTES", 1)
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 7, 20, 25])
@@ -334,7 +334,7 @@ def test_too_little_space_is_refused_before_writing(tmp_path: Path, monkeypatch:
         f_bavail = 1
         f_frsize = 4096
 
-    monkeypatch.setattr("deepinfer_prep.output_folder.os.statvfs", lambda path: Full)
+    monkeypatch.setattr("deepinfer_prep.writing.workspace.os.statvfs", lambda path: Full)
     with pytest.raises(RefusedError, match=r"needs \d+,\d+ bytes.* has 4,096 bytes free"):
         convert_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

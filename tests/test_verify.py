@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from deepinfer_prep import PrepError, VerificationResult, convert_checkpoint, verify_checkpoint
-from deepinfer_prep.container import TensorInfo, read_header
-from deepinfer_prep.digest import SegmentDigests
 from deepinfer_prep.errors import ManifestError
+from deepinfer_prep.files.container import TensorInfo, read_header
+from deepinfer_prep.files.digests import SegmentDigests
 
 MANIFEST = "neuron_manifest.json"
 WEIGHT = "layers.0.attn.wq_a.weight"

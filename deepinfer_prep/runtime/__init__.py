@@ -13,17 +13,17 @@ from typing import Any
 _MODULES = frozenset({"fp8", "gemm", "mhc", "neuron"})
 _HOMES = {
     "LoadReport": "load",
-    "PreparedCheckpoint": "checkpoint",
-    "Request": "checkpoint",
-    "Slice": "slices",
-    "SliceError": "slices",
-    "StoredTensor": "checkpoint",
+    "PreparedCheckpoint": "loading.checkpoint",
+    "Request": "loading.checkpoint",
+    "Slice": "loading.slices",
+    "SliceError": "loading.slices",
+    "StoredTensor": "loading.checkpoint",
     "Target": "load",
-    "WeightParts": "checkpoint",
+    "WeightParts": "loading.checkpoint",
     "configure_compiler": "compiler",
     "describe": "compiler",
     "load_weights": "load",
-    "rescale_fp8_weights": "live",
+    "rescale_fp8_weights": "rescaling.rescale",
     "weights_iterator": "load",
 }
 """Public name -> the module of this package that holds it."""

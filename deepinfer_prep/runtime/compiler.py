@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from deepinfer_prep.runtime import flags, neuron, settings
+from deepinfer_prep.runtime import cc_flags, neuron, settings
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def configure_compiler() -> None:
         os.environ[_CAST] = "1"
     elif os.environ[_CAST].strip().lower() not in _TRUTHY:
         log.warning("%s is %r: NKI kernels will refuse e4m3fn tensors. Set it to 1.", _CAST, os.environ[_CAST])
-    merged = flags.add_fp8_option(os.environ.get(_FLAGS, ""))
+    merged = cc_flags.add_fp8_option(os.environ.get(_FLAGS, ""))
     os.environ[_FLAGS] = merged.text
     for note in merged.notes:
         log.warning("%s", note)
@@ -64,11 +64,11 @@ def _report_placeholders() -> None:
 
 
 def _report_stray_option() -> None:
-    if flags.holds_fp8_option(os.environ.get(_FLAGS, "")):
+    if cc_flags.holds_fp8_option(os.environ.get(_FLAGS, "")):
         log.warning(
             "%s holds %s, but %s reads e4m3fn itself and the option makes its compiler mix two fp8 types "
             "(NCC_EOCP001). Remove it.",
             _FLAGS,
-            flags.FP8_OPTION,
+            cc_flags.FP8_OPTION,
             neuron.chip(),
         )

@@ -10,7 +10,7 @@ import torch
 from deepinfer_prep import fp8
 from deepinfer_prep.runtime import settings
 from deepinfer_prep.runtime.compiler import configure_compiler, describe
-from deepinfer_prep.runtime.live import rescale_fp8_weights
+from deepinfer_prep.runtime.rescaling.rescale import rescale_fp8_weights
 
 __all__ = ["FP8_MAX", "configure_compiler", "describe", "halve_e4m3fn_bytes", "rescale_fp8_weights"]
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.kernels import reference
-from deepinfer_prep.runtime import dispatch, neuron
-from deepinfer_prep.runtime.attach import BLOCK_SCALE, SCALE, WEIGHT, prepare_model
-from deepinfer_prep.runtime.live_scale import e8m0_values
+from deepinfer_prep.runtime import kernel_launch, neuron
+from deepinfer_prep.runtime.kernel_scales import e8m0_values
+from deepinfer_prep.runtime.prepare import BLOCK_SCALE, SCALE, WEIGHT, prepare_model
 
 __all__ = [
     "gemm",
@@ -66,7 +66,7 @@ def supported(a: torch.Tensor, b: torch.Tensor, k: int, n: int) -> bool:
     It takes a Neuron device, a prepared weight, k % 128 == 0 and n % 32 == 0, and the switch not turned off.
     """
     fits = k % _K_MULTIPLE == 0 and n % _N_MULTIPLE == 0
-    return fits and neuron.holds(a) and has_kernel(b) and dispatch.gemm_kernels()
+    return fits and neuron.holds(a) and has_kernel(b) and kernel_launch.gemm_kernels()
 
 
 def gemm(a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, d: torch.Tensor, group: int | None = None) -> None:
@@ -114,11 +114,11 @@ def linear_qdq_gated(x: torch.Tensor, w: torch.Tensor, group: int | None, flag: 
     if not has_kernel(w):
         return None
     operand = _operand(w, x.shape[-1], group)
-    if not operand.is_fp4 or operand.n % _TWO_CORE_N_MULTIPLE or not dispatch.two_core_gemm():
+    if not operand.is_fp4 or operand.n % _TWO_CORE_N_MULTIPLE or not kernel_launch.two_core_gemm():
         return None
     name = "fp4_linear_2core_gated"
     if _on_kernel(x, operand):
-        call = dispatch.kernel(name)
+        call = kernel_launch.kernel(name)
         return _launch(lambda rows: call(rows, operand.weight, operand.scale, flag), x, operand)
     x, weight = _padded(x, operand)
     return reference.fp4_linear_2core_gated(x, weight, operand.scale, flag)  # type: ignore[no-any-return]
@@ -140,8 +140,8 @@ def _linear(name: str, x: torch.Tensor, operand: _Operand) -> torch.Tensor:
     elif operand.is_fp4:
         name = "fp4_linear"
     if _on_kernel(x, operand):
-        two_core = operand.n % _TWO_CORE_N_MULTIPLE == 0 and dispatch.two_core_gemm()
-        call = dispatch.kernel(f"{name}_2core" if two_core else name)
+        two_core = operand.n % _TWO_CORE_N_MULTIPLE == 0 and kernel_launch.two_core_gemm()
+        call = kernel_launch.kernel(f"{name}_2core" if two_core else name)
         return _launch(lambda rows: call(rows, operand.weight, operand.scale), x, operand)
     x, weight = _padded(x, operand)
     return getattr(reference, name)(x, weight, operand.scale)  # type: ignore[no-any-return]
@@ -149,7 +149,7 @@ def _linear(name: str, x: torch.Tensor, operand: _Operand) -> torch.Tensor:
 
 def _on_kernel(x: torch.Tensor, operand: _Operand) -> bool:
     fits = operand.k % _K_MULTIPLE == 0 and operand.n % _N_MULTIPLE == 0
-    return fits and neuron.holds(x) and dispatch.gemm_kernels()
+    return fits and neuron.holds(x) and kernel_launch.gemm_kernels()
 
 
 def _launch(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, operand: _Operand) -> torch.Tensor:

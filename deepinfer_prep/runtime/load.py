@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from deepinfer_prep.runtime.assembly import Target
-from deepinfer_prep.runtime.checkpoint import PreparedCheckpoint, Request
-from deepinfer_prep.runtime.collector import collector_paused
-from deepinfer_prep.runtime.fill import Filling
-from deepinfer_prep.runtime.load_plan import LoadPlan, Rename, Slices, plan_load
+from deepinfer_prep.runtime.loading.assembly import Target
+from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint, Request
+from deepinfer_prep.runtime.loading.gc_pause import collector_paused
+from deepinfer_prep.runtime.loading.install import Filling
+from deepinfer_prep.runtime.loading.plan import LoadPlan, Rename, Slices, plan_load
 
 __all__ = ["LoadReport", "Target", "load_weights", "weights_iterator"]
 

@@ -15,10 +15,10 @@ from torch.nn.functional import linear
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import PrepError, RefusedError
-from deepinfer_prep.hyper_connections import SPLIT_SUFFIXES
 from deepinfer_prep.kernels import reference
-from deepinfer_prep.runtime import dispatch, neuron
-from deepinfer_prep.runtime.scales import held_tensors
+from deepinfer_prep.planning.split import SPLIT_SUFFIXES
+from deepinfer_prep.runtime import kernel_launch, neuron
+from deepinfer_prep.runtime.held_tensors import held_tensors
 
 __all__ = [
     "expand",
@@ -87,7 +87,7 @@ def expand_supported(hidden: torch.Tensor, hc_mult: int) -> bool:
 def expand(hidden: torch.Tensor, hc_mult: int) -> torch.Tensor:
     """[..., h] -> [..., hc_mult, h], equal copies."""
     if expand_supported(hidden, hc_mult):
-        copies = dispatch.kernel("hc_expand")(_tokens(hidden, 1))
+        copies = kernel_launch.kernel("hc_expand")(_tokens(hidden, 1))
         return copies.reshape(*hidden.shape[:-1], hc_mult, hidden.shape[-1])  # type: ignore[no-any-return]
     return hidden.unsqueeze(-2).expand(*hidden.shape[:-1], hc_mult, hidden.shape[-1]).contiguous()
 
@@ -104,7 +104,7 @@ def pre_apply_mix(x: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
     """
     mix = mix.reshape(x.shape[:-1])
     if _streams_on_kernel(x):
-        collapsed = dispatch.kernel("hc_collapse")(_tokens(x, 2), _tokens(mix.float(), 1))
+        collapsed = kernel_launch.kernel("hc_collapse")(_tokens(x, 2), _tokens(mix.float(), 1))
         return collapsed.reshape(*x.shape[:-2], x.shape[-1])  # type: ignore[no-any-return]
     return reference.hc_collapse(x, mix)  # type: ignore[no-any-return]
 
@@ -124,7 +124,7 @@ def post(x: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, comb: torc
     post = post.reshape(residual.shape[:-1])
     if _streams_on_kernel(residual):
         tokens = (_tokens(x, 1), _tokens(residual, 2), _tokens(post.float(), 1), _tokens(comb.float(), 2))
-        return dispatch.kernel("hc_attn_out")(*tokens).reshape(residual.shape)  # type: ignore[no-any-return]
+        return kernel_launch.kernel("hc_attn_out")(*tokens).reshape(residual.shape)  # type: ignore[no-any-return]
     return reference.hc_attn_out(x, residual, post, comb)  # type: ignore[no-any-return]
 
 
@@ -164,7 +164,7 @@ def mixes(
         pre, out, comb = reference.mixes(tokens, fn, scale, base)
     elif _mixes_on_kernel(residual):
         adjustment = scale.float().contiguous(), base.float().contiguous()
-        pre, out, comb = dispatch.kernel("hc_mixes")(tokens, *_halves(fn), *adjustment)
+        pre, out, comb = kernel_launch.kernel("hc_mixes")(tokens, *_halves(fn), *adjustment)
     else:
         pre, out, comb = mixes_of_halves(tokens, *_halves(fn), scale, base)
     hc = residual.shape[-2]
@@ -230,7 +230,7 @@ def _version(fn: torch.Tensor) -> int | None:
 
 def _on_kernel(tensor: torch.Tensor) -> bool:
     fits = tensor.dtype == torch.bfloat16 and tensor.numel() > 0
-    return fits and neuron.holds(tensor) and dispatch.hc_kernels()
+    return fits and neuron.holds(tensor) and kernel_launch.hc_kernels()
 
 
 def _streams_on_kernel(streams: torch.Tensor) -> bool:

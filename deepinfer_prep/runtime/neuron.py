@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from deepinfer_prep.errors import NeuronUnavailableError
-from deepinfer_prep.runtime import flags
+from deepinfer_prep.runtime import cc_flags
 
 DEVICE = "neuron"
 """The name of TorchNeuron's device type."""
@@ -102,7 +102,7 @@ def chip() -> str | None:
     that the machine's firmware states.
     """
     stated = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "").strip()
-    stated = stated or flags.option_value(os.environ.get("NEURON_CC_FLAGS", ""), "--target") or ""
+    stated = stated or cc_flags.option_value(os.environ.get("NEURON_CC_FLAGS", ""), "--target") or ""
     if stated:
         return stated.lower()
     try:

@@ -11,7 +11,7 @@ import math
 from random import Random
 from typing import Any
 
-from deepinfer_prep.container import DTYPE_BITS
+from deepinfer_prep.files.container import DTYPE_BITS
 
 _NAMES = (
     "",

@@ -13,8 +13,8 @@ from typing import Any
 
 import safetensors
 
-from deepinfer_prep.container import Header, encode_header, read_header
 from deepinfer_prep.errors import ContainerError
+from deepinfer_prep.files.container import Header, encode_header, read_header
 
 STATED_REASONS = (
     "a key occurs twice",

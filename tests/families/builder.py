@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from .raw import Stored, read_files, write_file, write_index
-from .rules import Blocks, Grid, Rule
+from tests.families.raw import Stored, read_files, write_file, write_index
+from tests.families.rules import Blocks, Grid, Rule
 
 Values = npt.NDArray[np.float64]
 

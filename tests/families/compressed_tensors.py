@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .builder import Builder, Package, Style, shard_names
-from .deepseek import HIDDEN, INNER
-from .llama_model import PROJECTIONS, llama
-from .raw import Stored
-from .rules import Blocks, Rows, WholeTensor
+from tests.families.builder import Builder, Package, Style, shard_names
+from tests.families.deepseek import HIDDEN, INNER
+from tests.families.llama_model import PROJECTIONS, llama
+from tests.families.raw import Stored
+from tests.families.rules import Blocks, Rows, WholeTensor
 
 CHANNEL = Style(".weight_scale", Rows(), "BF16")
 CHANNEL_F32 = Style(".weight_scale", Rows())

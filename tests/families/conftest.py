@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from families.layouts import LAYOUTS
-from families.outcomes import REFUSED, Outcome, convert_layout
+from tests.families.layouts import LAYOUTS
+from tests.families.outcomes import REFUSED, Outcome, convert_layout
 
 
 class Outcomes(dict[str, Outcome]):

@@ -11,9 +11,9 @@ from typing import Any
 from make_checkpoint import TINY, Quantized, source_values, write_checkpoint
 from sample_checkpoint.extras import config as v41_config
 
-from .builder import Builder, Fp8Weight, Layout, Package, Style, shard_names
-from .raw import read_files
-from .rules import Blocks, Rule
+from tests.families.builder import Builder, Fp8Weight, Layout, Package, Style, shard_names
+from tests.families.raw import read_files
+from tests.families.rules import Blocks, Rule
 
 SQUARE = Style(".weight_scale_inv", Blocks(128, 128))
 SQUARE_POWER = Style(".weight_scale_inv", Blocks(128, 128), power_of_two=True)

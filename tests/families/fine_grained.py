@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from .builder import Builder, Package, Style, shard_names
-from .deepseek import FINE_GRAINED, HIDDEN, INNER, SQUARE, VOCAB
-from .rules import Blocks, Experts, GroupedBlocks, Rows, WholeTensor
+from tests.families.builder import Builder, Package, Style, shard_names
+from tests.families.deepseek import FINE_GRAINED, HIDDEN, INNER, SQUARE, VOCAB
+from tests.families.rules import Blocks, Experts, GroupedBlocks, Rows, WholeTensor
 
 QWEN = Style(".weight_scale_inv", Blocks(128, 128), "BF16")
 QWEN_F16 = Style(".weight_scale_inv", Blocks(128, 128), "F16")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from .layouts import Layout
-from .raw import read_metadata
-from .rules import Blocks
+from tests.families.layouts import Layout
+from tests.families.raw import read_metadata
+from tests.families.rules import Blocks
 
 Read = Callable[[Layout, Path], dict[str, torch.Tensor]]
 """(layout, folder) -> the float32 values of every fp8 weight in a folder with the layout's files."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from . import compressed_tensors, deepseek, fine_grained, modelopt, other_quantizers, variants
-from .builder import Builder, Fp8Weight, Layout, Package
+from tests.families import compressed_tensors, deepseek, fine_grained, modelopt, other_quantizers, variants
+from tests.families.builder import Builder, Fp8Weight, Layout, Package
 
 __all__ = ["LAYOUTS", "Fp8Weight", "Layout", "Recipe", "write_layout"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .builder import Builder, Style
-from .deepseek import HIDDEN, INNER, VOCAB
+from tests.families.builder import Builder, Style
+from tests.families.deepseek import HIDDEN, INNER, VOCAB
 
 PROJECTIONS = (
     ("self_attn.q_proj", 320, HIDDEN),

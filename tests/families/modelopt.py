@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .builder import Builder, Package, Style, shard_names
-from .deepseek import HIDDEN, INNER, VOCAB
-from .deepseek import SQUARE as BLOCK_INVERSE
-from .llama_model import PROJECTIONS
-from .rules import Rows, SpreadBlocks, WholeTensor
+from tests.families.builder import Builder, Package, Style, shard_names
+from tests.families.deepseek import HIDDEN, INNER, VOCAB
+from tests.families.deepseek import SQUARE as BLOCK_INVERSE
+from tests.families.llama_model import PROJECTIONS
+from tests.families.rules import Rows, SpreadBlocks, WholeTensor
 
 SCALAR = Style(".weight_scale", WholeTensor())
 CHANNEL = Style(".weight_scale", Rows(flat=True))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from .builder import Builder, Package, Style, shard_names
-from .deepseek import HIDDEN, INNER, VOCAB
-from .llama_model import PROJECTIONS, llama
-from .raw import Stored
-from .rules import Rows, WholeTensor
+from tests.families.builder import Builder, Package, Style, shard_names
+from tests.families.deepseek import HIDDEN, INNER, VOCAB
+from tests.families.llama_model import PROJECTIONS, llama
+from tests.families.raw import Stored
+from tests.families.rules import Rows, WholeTensor
 
 CHANNEL_F32 = Style(".weight_scale", Rows())
 SCALAR = Style(".weight_scale", WholeTensor())

@@ -8,13 +8,12 @@ from functools import cached_property
 from pathlib import Path
 
 from deepinfer_prep import RefusedError, convert_checkpoint
-from deepinfer_prep.checkpoint import open_checkpoint
+from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.manifest import Manifest, read_manifest
 from deepinfer_prep.options import Options
-from deepinfer_prep.plan import Plan, plan_conversion
-
-from .layouts import Layout, write_layout
-from .raw import Stored, read_files
+from deepinfer_prep.planning.plan import Plan, plan_conversion
+from tests.families.layouts import Layout, write_layout
+from tests.families.raw import Stored, read_files
 
 REFUSED = {
     "deepseek_v4_fp8_experts": "F8_E4M3 tensors that have no scale (2): 'mtp.0.e_proj.weight'",

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_files import Tensor, write_file
 
 from deepinfer_prep import Options, PrepError, convert_checkpoint, verify_checkpoint
-
-from .raw import Stored, read_file
+from tests.families.raw import Stored, read_file
+from tests.small_files import Tensor, write_file
 
 
 def one_file(folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:

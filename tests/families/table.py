@@ -11,9 +11,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "scripts")]
 
-from families.judges import JUDGES
-from families.layouts import LAYOUTS
-from families.outcomes import Outcome, convert_layout
+from tests.families.judges import JUDGES
+from tests.families.layouts import LAYOUTS
+from tests.families.outcomes import Outcome, convert_layout
 
 DOCUMENT = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from small_files import ONE_F32, SCALE, WEIGHT, Tensor, tree, write_file, write_index
 
 from deepinfer_prep import (
     RefusedError,
@@ -18,9 +17,10 @@ from deepinfer_prep import (
     inspect_checkpoint,
     verify_checkpoint,
 )
-from deepinfer_prep.cli import main
-from families.raw import read_file
-from families.running import converted, one_file, refusal
+from deepinfer_prep.cli.main import main
+from tests.families.raw import read_file
+from tests.families.running import converted, one_file, refusal
+from tests.small_files import ONE_F32, SCALE, WEIGHT, Tensor, tree, write_file, write_index
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from small_files import ONE_F32, SCALE, WEIGHT, Tensor, write_config, write_file, write_index
 
 from deepinfer_prep import (
     convert_checkpoint,
     inspect_checkpoint,
     verify_checkpoint,
 )
-from deepinfer_prep.cli import main
+from deepinfer_prep.cli.main import main
 from deepinfer_prep.manifest import read_manifest
-from families.raw import NUMPY_TYPES, Stored, read_file
-from families.running import converted, one_file, refusal
+from tests.families.raw import NUMPY_TYPES, Stored, read_file
+from tests.families.running import converted, one_file, refusal
+from tests.small_files import ONE_F32, SCALE, WEIGHT, Tensor, write_config, write_file, write_index
 
 SIDECAR = "neuron-00001-of-00001.safetensors"
 

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import pytest
 
 from deepinfer_prep import verify_checkpoint
-from families.conftest import Outcomes
-from families.layouts import LAYOUTS
-from families.outcomes import REFUSED, Outcome
-from families.raw import Stored, read_metadata
-from families.rules import Blocks, Grid, GroupedBlocks, Rows, SpreadBlocks
+from tests.families.conftest import Outcomes
+from tests.families.layouts import LAYOUTS
+from tests.families.outcomes import REFUSED, Outcome
+from tests.families.raw import Stored, read_metadata
+from tests.families.rules import Blocks, Grid, GroupedBlocks, Rows, SpreadBlocks
 
 RECOGNISED = {
     "deepseek_v41": "deepseek-v4",

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from families.conftest import Outcomes
-from families.judges import JUDGES
+from tests.families.conftest import Outcomes
+from tests.families.judges import JUDGES
 
 
 @pytest.mark.parametrize("name", JUDGES)

@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from families.layouts import LAYOUTS, Layout, write_layout
-from families.raw import Stored, read_metadata, write_file
-from families.rules import Blocks, Experts, GroupedBlocks, Rows, Rule, SpreadBlocks, WholeTensor
+from tests.families.layouts import LAYOUTS, Layout, write_layout
+from tests.families.raw import Stored, read_metadata, write_file
+from tests.families.rules import Blocks, Experts, GroupedBlocks, Rows, Rule, SpreadBlocks, WholeTensor
 
 TORCH_TYPES = {
     "U8": torch.uint8,

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_prep import convert_checkpoint, verify_checkpoint
-from families.builder import Builder, Package, Style
-from families.rules import Blocks, Rows, WholeTensor
+from tests.families.builder import Builder, Package, Style
+from tests.families.rules import Blocks, Rows, WholeTensor
 
 Fill = Callable[[Builder, int], None]
 

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from small_files import ONE_F32, SCALE, WEIGHT, Tensor, write_config, write_file
 
 import deepinfer_prep.convert
 from deepinfer_prep import Options, RefusedError, convert_checkpoint, inspect_checkpoint, verify_checkpoint
-from deepinfer_prep.cli import main
-from deepinfer_prep.formats.mapping import parse_map
+from deepinfer_prep.cli.main import main
+from deepinfer_prep.families.patterns import compile_pattern, fill_pattern
+from deepinfer_prep.families.user_map import parse_map
 from deepinfer_prep.manifest import read_manifest
-from deepinfer_prep.patterns import compile_pattern, fill_pattern
-from families.conftest import Outcomes
-from families.layouts import write_layout
-from families.outcomes import convert_layout
-from families.raw import read_file, read_files
+from tests.families.conftest import Outcomes
+from tests.families.layouts import write_layout
+from tests.families.outcomes import convert_layout
+from tests.families.raw import read_file, read_files
+from tests.small_files import ONE_F32, SCALE, WEIGHT, Tensor, write_config, write_file
 
 UNKNOWN: dict[str, Tensor] = {
     "a.weight": WEIGHT,
@@ -187,7 +187,7 @@ def test_the_first_code_is_named_whatever_the_chunks(tmp_path: Path, monkeypatch
     codes = np.zeros(40_000, np.uint8)
     codes[[11_111, 39_999]] = 0x7C
     source = source_of(tmp_path, {"x.weight": ("F8_E4M3", (200, 200), codes.tobytes())})
-    monkeypatch.setattr("deepinfer_prep.scan.SEGMENT_BYTES", 4096)
+    monkeypatch.setattr("deepinfer_prep.writing.preflight.SEGMENT_BYTES", 4096)
     for workers, chunk_size in ((1, 4096), (4, 512)):
         options = Options(unscaled="copy-if-safe")
         with pytest.raises(RefusedError, match="element 11,111 is") as caught:

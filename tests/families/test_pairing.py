@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_files import ONE_F32, SCALE, WEIGHT, Tensor, write_config, write_file
 
 from deepinfer_prep import convert_checkpoint
-from deepinfer_prep.checkpoint import open_checkpoint
-from deepinfer_prep.formats import FAMILIES, read_layout
-from deepinfer_prep.formats.base import Layout
+from deepinfer_prep.families import FAMILIES, read_layout
+from deepinfer_prep.families.protocol import Layout
+from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.options import Options
-from deepinfer_prep.plan import Plan, plan_conversion
-from families.raw import read_file
+from deepinfer_prep.planning.plan import Plan, plan_conversion
+from tests.families.raw import read_file
+from tests.small_files import ONE_F32, SCALE, WEIGHT, Tensor, write_config, write_file
 
 F32: Tensor = ("F32", (), ONE_F32)
 GRID: Tensor = ("F32", (1, 1), ONE_F32)

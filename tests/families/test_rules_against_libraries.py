@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from families.layouts import Layout, write_layout
-from families.raw import read_metadata
-from families.rules import Blocks, Rule
+from tests.families.layouts import Layout, write_layout
+from tests.families.raw import read_metadata
+from tests.families.rules import Blocks, Rule
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from families.conftest import Outcomes
-from families.table import read_table, table
+from tests.families.conftest import Outcomes
+from tests.families.table import read_table, table
 
 
 def test_the_documents_table_is_what_conversions_give(outcomes: Outcomes) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from .builder import Builder, Package, Style, shard_names
-from .compressed_tensors import CHANNEL
-from .compressed_tensors import SQUARE as CT_SQUARE
-from .deepseek import FINE_GRAINED, HIDDEN, INNER, SQUARE, V4, V4_RENAMED, VOCAB
-from .llama_model import PROJECTIONS
-from .raw import Stored
-from .rules import Blocks, Rows, WholeTensor
+from tests.families.builder import Builder, Package, Style, shard_names
+from tests.families.compressed_tensors import CHANNEL
+from tests.families.compressed_tensors import SQUARE as CT_SQUARE
+from tests.families.deepseek import FINE_GRAINED, HIDDEN, INNER, SQUARE, V4, V4_RENAMED, VOCAB
+from tests.families.llama_model import PROJECTIONS
+from tests.families.raw import Stored
+from tests.families.rules import Blocks, Rows, WholeTensor
 
 SCALAR = Style(".weight_scale", WholeTensor())
 ROWS = Style(".weight_scale", Rows(), "BF16")

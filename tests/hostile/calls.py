@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deepinfer_prep import storage
+from deepinfer_prep.files import storage
 
 BY_DESCRIPTOR = ("ftruncate", "preadv", "pwrite", "fdatasync", "fsync", "close")
 BY_PATH = ("open", "mkdir", "replace", "unlink", "rmdir")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 from click.testing import CliRunner, Result
-from small_files import Tensor, tree, write_config, write_file, write_index
 
-from deepinfer_prep.cli import main
+from deepinfer_prep.cli.main import main
+from tests.small_files import Tensor, tree, write_config, write_file, write_index
 
 MANIFEST = "neuron_manifest.json"
 WORKSPACE = ".deepinfer-prep"

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_files import tree
 
-import deepinfer_prep.digest
-import deepinfer_prep.execute
-import deepinfer_prep.parallel
-import deepinfer_prep.scan
-from hostile.checkpoints import convert, write_checkpoint
+import deepinfer_prep.files.digests
+import deepinfer_prep.workers
+import deepinfer_prep.writing.preflight
+import deepinfer_prep.writing.segment_writer
+from tests.hostile.checkpoints import convert, write_checkpoint
+from tests.small_files import tree
 
 SMALL = 4096
 
@@ -22,9 +22,9 @@ SMALL = 4096
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a small checkpoint have many segments, each committed on its own."""
-    for module in (deepinfer_prep.parallel, deepinfer_prep.digest, deepinfer_prep.scan):
+    for module in (deepinfer_prep.workers, deepinfer_prep.files.digests, deepinfer_prep.writing.preflight):
         monkeypatch.setattr(module, "SEGMENT_BYTES", SMALL)
-    monkeypatch.setattr(deepinfer_prep.execute, "COMMIT_BYTES", 1)
+    monkeypatch.setattr(deepinfer_prep.writing.segment_writer, "COMMIT_BYTES", 1)
 
 
 @pytest.fixture

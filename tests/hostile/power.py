@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hostile.calls import Call, SystemCalls
+from tests.hostile.calls import Call, SystemCalls
 
 
 class Disk:

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from small_files import ONE_F32, SCALE, WEIGHT, tree, write_file, write_index
 
 from deepinfer_prep import verify_checkpoint
-from hostile.checkpoints import MANIFEST, WORKSPACE, convert, published
+from tests.hostile.checkpoints import MANIFEST, WORKSPACE, convert, published
+from tests.small_files import ONE_F32, SCALE, WEIGHT, tree, write_file, write_index
 
 PAIR = {"l.weight": WEIGHT, "l.scale": SCALE}
 

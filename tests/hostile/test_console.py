@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from small_files import WEIGHT, write_file
 
-from deepinfer_prep.console import emit, reported_errors
+from deepinfer_prep.cli.console import emit, reported_errors
 from deepinfer_prep.errors import PrepError, RefusedError
-from deepinfer_prep.parallel import run_parallel
-from hostile.checkpoints import convert, published
+from deepinfer_prep.workers import run_parallel
+from tests.hostile.checkpoints import convert, published
+from tests.small_files import WEIGHT, write_file
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 
@@ -189,7 +189,7 @@ def test_memory_that_runs_out_in_a_thread_is_told(source: Path, scratch: Path, m
     def new_buffer(size: int) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("deepinfer_prep.parallel.new_buffer", new_buffer)
+    monkeypatch.setattr("deepinfer_prep.workers.new_buffer", new_buffer)
     result = convert(source, scratch / "out")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: not enough memory. Use fewer --workers or a smaller --chunk-size.")

@@ -13,7 +13,7 @@ from container_fuzz.judge import STATED_REASONS, DisagreementError, judge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_prep import container
+from deepinfer_prep.files import container
 
 
 def judge_many(choices: Random, count: int) -> Counter[str]:

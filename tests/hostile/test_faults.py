@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_files import tree
 
-from deepinfer_prep.storage import RangeWriter
-from hostile.calls import ALLOCATE, Call, watch
-from hostile.checkpoints import MANIFEST, convert, published
-from hostile.conftest import SMALL
+from deepinfer_prep.files.storage import RangeWriter
+from tests.hostile.calls import ALLOCATE, Call, watch
+from tests.hostile.checkpoints import MANIFEST, convert, published
+from tests.hostile.conftest import SMALL
+from tests.small_files import tree
 
 FAULTS = [
     ("open", errno.EMFILE),
@@ -170,8 +170,8 @@ def test_interrupted_calls_are_repeated(source: Path, expected: dict[str, bytes]
 def test_file_systems_without_reservation_or_folder_sync_will_do(
     code: int, source: Path, expected: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepinfer_prep.storage._fallocate", lambda *arguments: -1)
-    monkeypatch.setattr("deepinfer_prep.storage.ctypes.get_errno", lambda: code)
+    monkeypatch.setattr("deepinfer_prep.files.storage._fallocate", lambda *arguments: -1)
+    monkeypatch.setattr("deepinfer_prep.files.storage.ctypes.get_errno", lambda: code)
     calls = watch(monkeypatch, scratch)
 
     def act(call: Call, proceed: Callable[[], Any]) -> Any:
@@ -186,8 +186,8 @@ def test_file_systems_without_reservation_or_folder_sync_will_do(
 
 def test_an_interrupted_reservation_is_repeated(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([-1, -1, 0])
-    monkeypatch.setattr("deepinfer_prep.storage._fallocate", lambda *arguments: next(answers))
-    monkeypatch.setattr("deepinfer_prep.storage.ctypes.get_errno", lambda: errno.EINTR)
+    monkeypatch.setattr("deepinfer_prep.files.storage._fallocate", lambda *arguments: next(answers))
+    monkeypatch.setattr("deepinfer_prep.files.storage.ctypes.get_errno", lambda: errno.EINTR)
     with RangeWriter(scratch / "x") as writer:
         writer.allocate(10)
     assert next(answers, None) is None
@@ -232,7 +232,7 @@ def test_the_first_error_is_the_one_that_is_told(source: Path, scratch: Path, mo
             raise OSError(errno.EROFS, "read-only")
         return proceed()
 
-    monkeypatch.setattr("deepinfer_prep.execute.COMMIT_BYTES", 2**40)
+    monkeypatch.setattr("deepinfer_prep.writing.segment_writer.COMMIT_BYTES", 2**40)
     calls.action = act
     result = convert(source, scratch / "out")
     assert result.exit_code == 1

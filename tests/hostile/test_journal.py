@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepinfer_prep.fp8 import CodeCounts
-from deepinfer_prep.journal import Journal, SegmentDone, is_same_run, read_done, read_identity
-from deepinfer_prep.transform import Tally
+from deepinfer_prep.writing.journal import Journal, SegmentDone, is_same_run, read_done, read_identity
+from deepinfer_prep.writing.output_bytes import Tally
 
 IDENTITY = {"tool": "1", "files": [["a", 1, 2]], "options": {"split": ("x", "y")}}
 

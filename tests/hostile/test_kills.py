@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_files import tree, write_file
 
 from deepinfer_prep import convert_checkpoint, verify_checkpoint
 from deepinfer_prep.errors import ConversionError
-from hostile.calls import Call, Killed, SystemCalls, watch
-from hostile.checkpoints import MANIFEST, WORKSPACE, convert, published, write_checkpoint
-from hostile.power import Disk
+from tests.hostile.calls import Call, Killed, SystemCalls, watch
+from tests.hostile.checkpoints import MANIFEST, WORKSPACE, convert, published, write_checkpoint
+from tests.hostile.power import Disk
+from tests.small_files import tree, write_file
 
 INDEX = "model.safetensors.index.json"
 STRIDE = int(os.environ.get("DEEPINFER_PREP_KILL_STRIDE", "9"))
@@ -206,12 +206,13 @@ def test_another_checkpoint_may_follow_a_run_that_was_killed_while_it_published(
 
 SLOW = """
 import os, sys, time
-from deepinfer_prep import execute, parallel
+from deepinfer_prep import workers
+from deepinfer_prep.writing import segment_writer
 real_write, real_replace = os.pwrite, os.replace
 os.pwrite = lambda *arguments: (time.sleep(0.004), real_write(*arguments))[1]
 os.replace = lambda *arguments: (time.sleep(0.02), real_replace(*arguments))[1]
-parallel.SEGMENT_BYTES = 65536
-execute.COMMIT_BYTES = 262144
+workers.SEGMENT_BYTES = 65536
+segment_writer.COMMIT_BYTES = 262144
 from deepinfer_prep.cli import main
 main(sys.argv[1:])
 """

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from small_files import SCALE, WEIGHT, tree, write_file
 
 from deepinfer_prep import verify_checkpoint
-from hostile.checkpoints import WORKSPACE, convert, published
+from tests.hostile.checkpoints import WORKSPACE, convert, published
+from tests.small_files import SCALE, WEIGHT, tree, write_file
 
 COMMAND = (sys.executable, "-m", "deepinfer_prep")
 
@@ -117,7 +117,7 @@ MEASURED = """
 import sys
 import deepinfer_prep.cli
 try:
-    deepinfer_prep.cli.main(sys.argv[1:])
+    deepinfer_prep.cli.main.main(sys.argv[1:])
 finally:
     peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
     print("peak", int(peak.split()[1]) // 1024, file=sys.stderr)

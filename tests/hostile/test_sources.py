@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from small_files import tree
 
 from deepinfer_prep import PrepError, Progress, RefusedError, convert_checkpoint, verify_checkpoint
 from deepinfer_prep.errors import ConversionError
-from deepinfer_prep.output_folder import check_separate
-from hostile.checkpoints import MANIFEST, WORKSPACE, convert, published, write_checkpoint
+from deepinfer_prep.writing.workspace import check_separate
+from tests.hostile.checkpoints import MANIFEST, WORKSPACE, convert, published, write_checkpoint
+from tests.small_files import tree
 
 
 def states(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -286,7 +286,8 @@ def test_a_bind_mount_of_the_source_is_no_output(source: Path, scratch: Path) ->
 
 UNPRIVILEGED = """
 import os, sys
-from deepinfer_prep import convert, inspect, render, verify
+from deepinfer_prep import convert, inspect, verify
+from deepinfer_prep.cli import render
 from deepinfer_prep.cli import main
 if os.geteuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)

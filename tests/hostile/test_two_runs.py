@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_files import tree
 
 from deepinfer_prep import Progress, RefusedError, convert_checkpoint, verify_checkpoint
 from deepinfer_prep import convert as module
-from deepinfer_prep.output_folder import Workspace
-from hostile.checkpoints import MANIFEST, WORKSPACE, convert, published
+from deepinfer_prep.writing.workspace import Workspace
+from tests.hostile.checkpoints import MANIFEST, WORKSPACE, convert, published
+from tests.small_files import tree
 
 
 def test_a_second_run_is_refused_while_the_first_one_works(source: Path, scratch: Path) -> None:
@@ -119,7 +119,7 @@ def test_processes_that_start_together(source: Path, scratch: Path) -> None:
 
 
 def test_a_killed_run_does_not_keep_its_lock(source: Path, scratch: Path) -> None:
-    code = "import sys, os; from pathlib import Path; from deepinfer_prep.output_folder import Workspace\n"
+    code = "import sys, os; from pathlib import Path; from deepinfer_prep.writing.workspace import Workspace\n"
     code += "Workspace(Path(sys.argv[1])).journal.write_text('torn'); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", code, str(scratch / "out")], check=False).returncode == -9
     assert (scratch / "out" / WORKSPACE / "lock").exists()

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_prep.runtime import neuron
-
-from .fake_neuron import fake_neuron
+from tests.runtime.fake_neuron import fake_neuron
 
 __all__ = ["fake_neuron"]
 

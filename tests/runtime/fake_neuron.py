@@ -15,7 +15,7 @@ import nki_emulator
 import pytest
 import torch
 
-from deepinfer_prep.runtime import dispatch, neuron
+from deepinfer_prep.runtime import kernel_launch, neuron
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.uint8)
 
@@ -70,5 +70,5 @@ def fake_neuron(monkeypatch: pytest.MonkeyPatch) -> FakeNeuron:
     monkeypatch.setitem(sys.modules, "torch_neuronx", types.ModuleType("torch_neuronx"))
     monkeypatch.setitem(sys.modules, "torch_neuronx.nki_hop", hop)
     monkeypatch.setattr(neuron, "holds", lambda tensor: True)
-    monkeypatch.setattr(dispatch, "_wrapped", types.ModuleType("wrapped_kernels"))
+    monkeypatch.setattr(kernel_launch, "_wrapped", types.ModuleType("wrapped_kernels"))
     return device

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from small_files import Tensor, write_config, write_file
 
 from deepinfer_prep.convert import convert_checkpoint
 from deepinfer_prep.manifest import read_manifest
+from tests.small_files import Tensor, write_config, write_file
 
 
 def random_bytes(count: int, seed: int) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.runtime import compiler, fp8, neuron
-from deepinfer_prep.runtime.flags import FP8_OPTION, KEY
+from deepinfer_prep.runtime.cc_flags import FP8_OPTION, KEY
 
 OPTION = f"{KEY}={FP8_OPTION}"
 

@@ -8,9 +8,8 @@ from deepinfer_prep.kernels import reference
 
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.runtime import gemm
-
-from .fake_neuron import FakeNeuron
-from .models import Layer, e8m0, fp8, random_codes
+from tests.runtime.fake_neuron import FakeNeuron
+from tests.runtime.models import Layer, e8m0, fp8, random_codes
 
 
 def scale_codes(*shape: int) -> torch.Tensor:

@@ -12,9 +12,8 @@ from torch import nn
 from deepinfer_prep.errors import PrepError, RefusedError
 from deepinfer_prep.fp8 import NoExactResultError
 from deepinfer_prep.runtime import mhc, neuron
-
-from .fake_neuron import FakeNeuron
-from .models import frozen
+from tests.runtime.fake_neuron import FakeNeuron
+from tests.runtime.models import frozen
 
 HC, H = 4, 256
 KERNELS = ("hc_expand", "hc_mixes", "hc_collapse", "hc_attn_out")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from deepinfer_prep.runtime.backend.table import Row
+from deepinfer_prep.runtime.backend.operations import Row
 
 
 @dataclass(frozen=True)

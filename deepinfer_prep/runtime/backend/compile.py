@@ -11,18 +11,18 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 
-from deepinfer_prep.runtime.backend import boundary
-from deepinfer_prep.runtime.backend.aliasing import refuse_overlapping_writes
-from deepinfer_prep.runtime.backend.checker import check
+from deepinfer_prep.runtime.backend import input_checks
 from deepinfer_prep.runtime.backend.debug import SKIP_CHECK, Report, switched_off
 from deepinfer_prep.runtime.backend.downstream import Settings, compile_downstream, read_settings
 from deepinfer_prep.runtime.backend.gradients import without_gradient
+from deepinfer_prep.runtime.backend.leftover_check import check
 from deepinfer_prep.runtime.backend.legalize import legalize, modules_with_fp8
-from deepinfer_prep.runtime.backend.outputs import plan_outputs, restore_outputs, separate_outputs
+from deepinfer_prep.runtime.backend.node_values import leaves, logical_value
 from deepinfer_prep.runtime.backend.scope import Scope
+from deepinfer_prep.runtime.backend.storage.aliasing import refuse_overlapping_writes
+from deepinfer_prep.runtime.backend.storage.outputs import plan_outputs, restore_outputs, separate_outputs
+from deepinfer_prep.runtime.backend.storage.variants import Variants
 from deepinfer_prep.runtime.backend.subgraphs import graph_modules
-from deepinfer_prep.runtime.backend.values import leaves, logical_value
-from deepinfer_prep.runtime.backend.variants import Variants
 
 
 def compile_graph(
@@ -41,10 +41,10 @@ def _compile_bytes(
 ) -> Callable[..., Any]:
     report = Report(settings.dump_dir)
     report.before(module)
-    boundary.require_supported_inputs(module)
+    input_checks.require_supported_inputs(module)
     outputs = plan_outputs(module)
     tracing_mode = _tracing_mode(module)
-    moved = boundary.moved_storages(module)
+    moved = input_checks.moved_storages(module)
     scopes = [Scope(part, tracing_mode, moved) for part in graph_modules(module)]
     for scope in scopes:
         legalize(scope, with_fp8)

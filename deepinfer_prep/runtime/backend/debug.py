@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.fx import GraphModule
 
-from deepinfer_prep.runtime.backend.values import logical_value, source_name
+from deepinfer_prep.runtime.backend.node_values import logical_value, source_name
 
 PRINT_GRAPH = "DEEPINFER_FP8_LEGALIZE_DEBUG"
 PRINT_ALIASES = "DEEPINFER_NEURON_ALIAS_DEBUG"

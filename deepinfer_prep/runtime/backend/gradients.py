@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer_prep.runtime.backend.outputs import OutputView
+from deepinfer_prep.runtime.backend.storage.outputs import OutputView
 
 
 class NoBackward(torch.autograd.Function):

@@ -10,15 +10,10 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from deepinfer_prep.runtime.backend.constructors import is_constructor, replace_constructor
-from deepinfer_prep.runtime.backend.formats import carried
-from deepinfer_prep.runtime.backend.kernels import adopt_kernel
-from deepinfer_prep.runtime.backend.layout import as_bytes
-from deepinfer_prep.runtime.backend.rewriter import Rewriter
-from deepinfer_prep.runtime.backend.scope import Scope
-from deepinfer_prep.runtime.backend.subgraphs import attribute, graph_modules, operand_subgraphs
-from deepinfer_prep.runtime.backend.table import ENTERED, KERNELS
-from deepinfer_prep.runtime.backend.values import (
+from deepinfer_prep.runtime.backend.byte_formats import carried
+from deepinfer_prep.runtime.backend.handlers.constructors import is_constructor, replace_constructor
+from deepinfer_prep.runtime.backend.handlers.kernel_launches import adopt_kernel
+from deepinfer_prep.runtime.backend.node_values import (
     holds_carried,
     leaves,
     logical_value,
@@ -26,6 +21,11 @@ from deepinfer_prep.runtime.backend.values import (
     refused_reason,
     target_name,
 )
+from deepinfer_prep.runtime.backend.operations import ENTERED, KERNELS
+from deepinfer_prep.runtime.backend.rewriter import Rewriter
+from deepinfer_prep.runtime.backend.scope import Scope
+from deepinfer_prep.runtime.backend.storage.layout import as_bytes
+from deepinfer_prep.runtime.backend.subgraphs import attribute, graph_modules, operand_subgraphs
 
 _KNOWN_ROOTS = frozenset({"torch", "_operator", "operator", "builtins", "math"})
 

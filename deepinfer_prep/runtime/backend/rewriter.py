@@ -18,14 +18,11 @@ from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepinfer_prep.runtime.backend.calls import Call, bind_arguments, unknown_reason
-from deepinfer_prep.runtime.backend.custom_operations import call_declared
 from deepinfer_prep.runtime.backend.declarations import declaration_of
 from deepinfer_prep.runtime.backend.errors import LegalizationError
-from deepinfer_prep.runtime.backend.moves import round_stored_number
-from deepinfer_prep.runtime.backend.rules import HANDLERS
-from deepinfer_prep.runtime.backend.scope import Scope
-from deepinfer_prep.runtime.backend.table import OPERATIONS, Kind
-from deepinfer_prep.runtime.backend.values import (
+from deepinfer_prep.runtime.backend.handlers.custom_operations import call_declared
+from deepinfer_prep.runtime.backend.handlers.moves import round_stored_number
+from deepinfer_prep.runtime.backend.node_values import (
     holds_carried,
     leaves,
     logical_value,
@@ -34,6 +31,9 @@ from deepinfer_prep.runtime.backend.values import (
     refuse,
     refused_reason,
 )
+from deepinfer_prep.runtime.backend.operations import OPERATIONS, Kind
+from deepinfer_prep.runtime.backend.rules import HANDLERS
+from deepinfer_prep.runtime.backend.scope import Scope
 
 _DETACH = torch.ops.aten.detach.default
 _CONSTANT_MAKERS = {"aten.scalar_tensor.default": "s", "aten.full.default": "fill_value"}

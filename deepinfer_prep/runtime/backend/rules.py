@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_prep.runtime.backend.arithmetic import compare, matmul, reduce
-from deepinfer_prep.runtime.backend.bitcasts import bitcast, same
 from deepinfer_prep.runtime.backend.calls import Call
-from deepinfer_prep.runtime.backend.conversions import convert
-from deepinfer_prep.runtime.backend.moves import move, split
-from deepinfer_prep.runtime.backend.table import Kind
+from deepinfer_prep.runtime.backend.handlers.arithmetic import compare, matmul, reduce
+from deepinfer_prep.runtime.backend.handlers.bitcasts import bitcast, same
+from deepinfer_prep.runtime.backend.handlers.conversions import convert
+from deepinfer_prep.runtime.backend.handlers.moves import move, split
+from deepinfer_prep.runtime.backend.operations import Kind
 
 if TYPE_CHECKING:
     from deepinfer_prep.runtime.backend.rewriter import Rewriter

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from deepinfer_prep.runtime.backend.layout import as_bytes
-from deepinfer_prep.runtime.backend.values import WRITTEN_AS, logical_value, map_tensors, operation_name
+from deepinfer_prep.runtime.backend.node_values import WRITTEN_AS, logical_value, map_tensors, operation_name
+from deepinfer_prep.runtime.backend.storage.layout import as_bytes
 
 _VALUE_KEYS = frozenset({"example_value", "val", "tensor_meta"})
 

@@ -1,0 +1,42 @@
+"""Compares what a manifest says with what the source's plan says; the bytes are compared elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deepinfer_prep.checking.findings import Difference
+from deepinfer_prep.checking.structure import OpenOutput
+from deepinfer_prep.manifest import Manifest
+from deepinfer_prep.planning.plan import Plan
+from deepinfer_prep.planning.refusals import MANIFEST_NAME, SIDECAR_INDEX
+from deepinfer_prep.writing.finish import derive_all, sidecar_files
+
+
+def compare_with_source(output: OpenOutput, manifest: Manifest, plan: Plan) -> Iterator[Difference]:
+    """Files, sizes, weights, splits and counts that the source's plan gives, against the manifest's."""
+    if plan.fingerprint != manifest.source_fingerprint:
+        yield Difference(MANIFEST_NAME, f"the output was converted from another checkpoint than {plan.checkpoint.root}")
+    planned = {file.name: file.size for file in plan.files}
+    if not {weight.quantized.scale for weight in plan.weights} | set(plan.split) <= output.main.keys():
+        yield Difference(MANIFEST_NAME, "tensors of the source are missing, so its sidecar cannot be compared")
+        return
+    derived = derive_all(plan, lambda name: output.main[name])
+    planned |= {file.name: file.size for file in sidecar_files(derived, manifest.tool_version)}
+    recorded = {name: record.size for name, record in manifest.files.items() if name != SIDECAR_INDEX}
+    for name in sorted(planned.keys() | recorded.keys()):
+        if planned.get(name) != recorded.get(name):
+            problem = f"the source gives {_size(planned.get(name))}, the manifest says {_size(recorded.get(name))}"
+            yield Difference(name, problem)
+    for name in sorted(derived.weights.keys() | manifest.weights.keys()):
+        if derived.weights.get(name) != manifest.weights.get(name):
+            yield Difference(MANIFEST_NAME, "the record of this weight is not what the source gives", name)
+    if set(manifest.unscaled) != set(plan.unscaled):
+        yield Difference(MANIFEST_NAME, "the fp8 tensors without a scale are not those of the source")
+    if set(manifest.activation_scales) != set(plan.activation_scales):
+        yield Difference(MANIFEST_NAME, "the static activation scales are not those of the source")
+    if set(manifest.split) != set(plan.split):
+        yield Difference(MANIFEST_NAME, "the split matrices are not those of the source")
+
+
+def _size(size: int | None) -> str:
+    return "no such file" if size is None else f"{size:,} bytes"

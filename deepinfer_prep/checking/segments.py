@@ -1,0 +1,148 @@
+"""Checks one segment of one output file: digest, fp8 codes and, with a source, every byte."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import stringzilla
+import xxhash
+
+from deepinfer_prep import fp8
+from deepinfer_prep.checking.findings import Difference
+from deepinfer_prep.errors import ConversionError
+from deepinfer_prep.files.checkpoint import Shard
+from deepinfer_prep.files.container import DTYPE_BITS, TensorInfo
+from deepinfer_prep.files.storage import RangeReader
+from deepinfer_prep.planning.plan import OutputFile
+from deepinfer_prep.writing.output_bytes import output_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCheck:
+    """Bytes start..end of an output file; `expected` recomputes them from the source, where there is one."""
+
+    name: str
+    path: Path
+    start: int
+    end: int
+    digest: str
+    shard: Shard | None
+    fp8: frozenset[str]
+    """The tensors whose codes have to mean the same on the hardware."""
+    expected: OutputFile | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segment."""
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class SegmentFindings:
+    """Differences of one segment with how many elements or facts each stands for, and NaN codes by tensor."""
+
+    nbytes: int
+    differences: list[tuple[Difference, int]] = field(default_factory=list)
+    nan_codes: dict[str, int] = field(default_factory=dict)
+
+
+def check_segment(check: SegmentCheck, buffer: fp8.U8) -> SegmentFindings:
+    """Read one segment and check it; half of the buffer holds the output's bytes, half the source's."""
+    findings = SegmentFindings(check.nbytes)
+    digest = xxhash.xxh3_128()
+    with RangeReader(check.path) as output:
+        for offset, found, expected in _pairs(check, output, buffer, findings):
+            digest.update(found.data)
+            if expected is not None:
+                _compare(check, offset, found, expected, findings)
+            _check_codes(check, offset, found, findings)
+    if digest.hexdigest() != check.digest:
+        problem = (
+            f"the digest of bytes {check.start:,} to {check.end:,} is not the one in the manifest: "
+            "the file changed after it was written"
+        )
+        findings.differences.append((Difference(check.name, problem), 1))
+    return findings
+
+
+def _pairs(
+    check: SegmentCheck, output: RangeReader, buffer: fp8.U8, findings: SegmentFindings
+) -> Iterator[tuple[int, fp8.U8, fp8.U8 | None]]:
+    """Chunks of the output by offset, each with the bytes that the source gives for it."""
+    half = buffer.size // 2
+    actual, scratch = buffer[:half], buffer[half:]
+    position = check.start
+    if check.expected is not None:
+        try:
+            with RangeReader(check.expected.source) as source:
+                for offset, expected in output_chunks(check.expected, source, check.start, check.end, scratch, None):
+                    yield offset, _read(output, offset, actual[: expected.size]), expected
+                    position = offset + expected.size
+        except ConversionError as error:
+            findings.differences.append((Difference(check.name, f"the source gives no value here: {error}"), 1))
+    for offset in range(position, check.end, half):
+        yield offset, _read(output, offset, actual[: min(half, check.end - offset)]), None
+
+
+def _read(file: RangeReader, offset: int, buffer: fp8.U8) -> fp8.U8:
+    file.read_into(buffer.data, offset)
+    return buffer
+
+
+def _compare(check: SegmentCheck, offset: int, found: fp8.U8, expected: fp8.U8, findings: SegmentFindings) -> None:
+    if stringzilla.Str(found.data) == stringzilla.Str(expected.data):
+        return
+    for start in range(0, found.size, fp8.PIECE_BYTES):
+        piece, wanted = found[start : start + fp8.PIECE_BYTES], expected[start : start + fp8.PIECE_BYTES]
+        if not np.array_equal(piece, wanted):
+            differing = np.flatnonzero(piece != wanted)
+            first = int(differing[0])
+            problem = f"expected byte 0x{int(wanted[first]):02x} from the source, found 0x{int(piece[first]):02x}"
+            difference = _at(check, offset + start + first, problem)
+            findings.differences.append((difference, int(differing.size)))
+
+
+def _at(check: SegmentCheck, offset: int, problem: str) -> Difference:
+    if check.shard is None or offset < check.shard.header.data_start:
+        return Difference(check.name, f"byte {offset:,}: {problem}")
+    position = offset - check.shard.header.data_start
+    tensor = check.shard.header.tensors[_tensor_position(check.shard, position)]
+    return Difference(check.name, problem, tensor.name, (position - tensor.start) * 8 // DTYPE_BITS[tensor.dtype])
+
+
+def _tensor_position(shard: Shard, offset: int) -> int:
+    return bisect_right(shard.header.tensors, offset, key=lambda tensor: tensor.start) - 1
+
+
+def _check_codes(check: SegmentCheck, offset: int, found: fp8.U8, findings: SegmentFindings) -> None:
+    if check.shard is None:
+        return
+    for tensor, codes, first in _fp8_parts(check.shard, check.fp8, offset, found):
+        if not fp8.has_high_codes(codes):
+            continue
+        counts = fp8.count_codes(codes)
+        if counts.nan:
+            findings.nan_codes[tensor.name] = findings.nan_codes.get(tensor.name, 0) + counts.nan
+        if counts.misread:
+            index = int(np.flatnonzero(np.isin(codes, fp8.MISREAD_CODES))[0])
+            problem = f"the code 0x{int(codes[index]):02x} lies above 240: the hardware reads it as infinity or NaN"
+            findings.differences.append((Difference(check.name, problem, tensor.name, first + index), counts.misread))
+
+
+def _fp8_parts(
+    shard: Shard, names: frozenset[str], offset: int, found: fp8.U8
+) -> Iterator[tuple[TensorInfo, fp8.U8, int]]:
+    """The e4m3 tensors in a chunk: tensor, codes, index of the first code in its tensor."""
+    low = offset - shard.header.data_start
+    high = low + found.size
+    for position in range(max(0, _tensor_position(shard, max(low, 0))), len(shard.header.tensors)):
+        tensor = shard.header.tensors[position]
+        if tensor.start >= high:
+            return
+        begin, end = max(tensor.start, low), min(tensor.end, high)
+        if begin < end and tensor.name in names:
+            yield tensor, found[begin - low : end - low], begin - tensor.start

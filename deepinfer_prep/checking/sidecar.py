@@ -1,0 +1,76 @@
+"""Recomputes the sidecar of an output from its main shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+
+from deepinfer_prep import fp8
+from deepinfer_prep.checking.findings import Difference
+from deepinfer_prep.checking.structure import OpenOutput
+from deepinfer_prep.families.protocol import QuantizedWeight
+from deepinfer_prep.files.storage import Readers
+from deepinfer_prep.kernel_scale import NoKernelScaleError, plan_kernel_scale
+from deepinfer_prep.manifest import Manifest, WeightRecord
+from deepinfer_prep.planning.refusals import MANIFEST_NAME
+from deepinfer_prep.writing import sidecar
+from deepinfer_prep.writing.sidecar import Location, SidecarTensor
+
+
+def check_sidecar(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]:
+    """hi and lo from each split matrix, kernel scales from the stored scales; nothing else may be there."""
+    expected: dict[str, SidecarTensor] = {}
+    for name in manifest.split:
+        if name in output.main:
+            expected |= {half.name: half for half in sidecar.halves(name, output.main[name])}
+    for weight, record in manifest.weights.items():
+        yield from _expect_kernel_scale(output, weight, record, expected)
+    with closing(Readers()) as beside, closing(Readers()) as main:
+        for name, location in output.beside.items():
+            if name not in expected:
+                yield Difference(location.path.name, "the manifest does not account for this sidecar tensor", name)
+            else:
+                yield from _compare(location, expected[name], beside, main)
+
+
+def _expect_kernel_scale(
+    output: OpenOutput, weight: str, record: WeightRecord, expected: dict[str, SidecarTensor]
+) -> Iterator[Difference]:
+    if record.kernel_scale is None or weight not in output.main or record.scale not in output.main:
+        return
+    scale = output.main[record.scale]
+    quantized = QuantizedWeight(weight, record.scale, record.element, record.block)
+    plan = plan_kernel_scale(quantized, output.main[weight].tensor, scale.tensor)
+    if record.kernel_scale == record.scale:
+        if not plan.stored:
+            yield Difference(MANIFEST_NAME, "its stored scale is not of the kernels' form", weight)
+    elif plan.derived is None:
+        yield Difference(MANIFEST_NAME, f"no kernel scale can be derived: {plan.reason}", weight)
+    else:
+        origin = sidecar.KernelScale(scale, plan.derived)
+        expected[record.kernel_scale] = SidecarTensor(
+            record.kernel_scale, "U8", plan.derived.shape, plan.derived.nbytes, origin
+        )
+
+
+def _compare(found: Location, expected: SidecarTensor, beside: Readers, main: Readers) -> Iterator[Difference]:
+    file, name = found.path.name, expected.name
+    if (found.tensor.dtype, found.tensor.shape) != (expected.dtype, expected.shape):
+        problem = (
+            f"expected {expected.dtype} {list(expected.shape)}, found {found.tensor.dtype} {list(found.tensor.shape)}"
+        )
+        yield Difference(file, problem, name)
+        return
+    position, item = 0, max(1, expected.nbytes // max(1, found.tensor.elements))
+    try:
+        for chunk in sidecar.tensor_chunks(expected, main):
+            actual = sidecar.read_stored(found, position, position + chunk.size, beside)
+            if not np.array_equal(actual, chunk):
+                first = (position + int(np.flatnonzero(actual != chunk)[0])) // item
+                yield Difference(file, "is not what the main shards give", name, first)
+                return
+            position += chunk.size
+    except (NoKernelScaleError, fp8.NoExactResultError) as error:
+        yield Difference(file, f"cannot be recomputed from the main shards: {error}", name)

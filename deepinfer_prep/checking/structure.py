@@ -1,0 +1,125 @@
+"""Checks of a finished output that need no tensor data: files, sizes, headers, indexes, manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepinfer_prep.checking.findings import Difference
+from deepinfer_prep.errors import CheckpointError, ContainerError
+from deepinfer_prep.families.protocol import Element
+from deepinfer_prep.files.checkpoint import INDEX_SUFFIX, SHARD_SUFFIX, Shard, check_index, read_index, read_shard
+from deepinfer_prep.manifest import Manifest
+from deepinfer_prep.planning.plan import MARKER
+from deepinfer_prep.planning.refusals import MANIFEST_NAME, SIDECAR_INDEX
+from deepinfer_prep.writing.sidecar import Location
+
+_WEIGHT_DTYPES: Mapping[Element, tuple[str, ...]] = {"e4m3": ("F8_E4M3",), "e2m1": ("I8", "U8")}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOutput:
+    """The parts of an output that could be opened, by file name, and where each tensor lies."""
+
+    folder: Path
+    shards: Mapping[str, Shard]
+    sidecar: Mapping[str, Shard]
+    main: Mapping[str, Location]
+    """Tensors of the main shards."""
+    beside: Mapping[str, Location]
+    """Tensors of the sidecar."""
+
+
+def check_output(folder: Path, manifest: Manifest) -> tuple[OpenOutput, list[Difference]]:
+    """Open every file that the manifest names and compare what headers and indexes say."""
+    differences = [*_check_files(folder, manifest), *_check_foreign(folder, manifest)]
+    shards = _open(folder, manifest.shards, differences)
+    sidecar = _open(folder, manifest.sidecar, differences)
+    main, beside = _locations(shards, differences), _locations(sidecar, differences)
+    output = OpenOutput(folder, shards, sidecar, main, beside)
+    differences += _check_indexes(output, manifest)
+    differences += _check_names(output, manifest)
+    return output, differences
+
+
+def _check_files(folder: Path, manifest: Manifest) -> Iterator[Difference]:
+    for name, record in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            yield Difference(name, "the manifest names this file, but it is missing")
+        elif path.stat().st_size != record.size:
+            yield Difference(name, f"expected {record.size:,} bytes, found {path.stat().st_size:,}")
+
+
+def _check_foreign(folder: Path, manifest: Manifest) -> Iterator[Difference]:
+    for entry in sorted(folder.iterdir()):
+        if entry.name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)) and entry.name not in manifest.files:
+            yield Difference(entry.name, "the manifest does not name this file, but a loader may read it")
+
+
+def _open(folder: Path, names: tuple[str, ...], differences: list[Difference]) -> dict[str, Shard]:
+    opened = {}
+    for name in names:
+        if not (folder / name).is_file():
+            continue
+        try:
+            opened[name] = read_shard(folder / name)
+        except ContainerError as error:
+            differences.append(Difference(name, str(error)))
+        else:
+            if MARKER not in opened[name].header.metadata:
+                differences.append(
+                    Difference(name, f"the header's metadata has no {MARKER!r}: not written by this tool")
+                )
+    return opened
+
+
+def _locations(shards: Mapping[str, Shard], differences: list[Difference]) -> dict[str, Location]:
+    locations: dict[str, Location] = {}
+    for shard in shards.values():
+        for tensor in shard.header.tensors:
+            if tensor.name in locations:
+                differences.append(Difference(shard.name, "another file holds a tensor of this name", tensor.name))
+            locations[tensor.name] = Location(shard.path, shard.header.data_start, tensor)
+    return locations
+
+
+def _check_indexes(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]:
+    for name in manifest.files:
+        if "/" in name or not name.endswith(INDEX_SUFFIX) or not (output.folder / name).is_file():
+            continue
+        shards = output.sidecar if name == SIDECAR_INDEX else output.shards
+        try:
+            weight_map = read_index(output.folder / name)
+            if name == SIDECAR_INDEX or set(weight_map.values()) <= set(manifest.shards):
+                check_index(output.folder / name, weight_map, shards.values())
+        except CheckpointError as error:
+            yield Difference(name, str(error))
+
+
+def _check_names(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]:
+    """Every tensor that the manifest names has to be there with a fitting dtype."""
+    for weight, record in manifest.weights.items():
+        yield from _check_dtype(output.main, weight, _WEIGHT_DTYPES[record.element])
+        yield from _check_present(output.main, record.scale)
+        if record.kernel_scale is not None and record.kernel_scale != record.scale:
+            yield from _check_present(output.beside, record.kernel_scale)
+    for name in manifest.unscaled:
+        yield from _check_dtype(output.main, name, _WEIGHT_DTYPES["e4m3"])
+    for name, split in manifest.split.items():
+        yield from _check_dtype(output.main, name, ("F32",))
+        yield from _check_dtype(output.beside, split.hi, ("BF16",))
+        yield from _check_dtype(output.beside, split.lo, ("BF16",))
+
+
+def _check_present(tensors: Mapping[str, Location], name: str) -> Iterator[Difference]:
+    if name not in tensors:
+        yield Difference(MANIFEST_NAME, "the manifest names this tensor, but no file holds it", name)
+
+
+def _check_dtype(tensors: Mapping[str, Location], name: str, allowed: tuple[str, ...]) -> Iterator[Difference]:
+    yield from _check_present(tensors, name)
+    if name in tensors and tensors[name].tensor.dtype not in allowed:
+        problem = f"expected dtype {' or '.join(allowed)}, found {tensors[name].tensor.dtype}"
+        yield Difference(tensors[name].path.name, problem, name)

@@ -1,0 +1,276 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deepinfer_prep._version import __version__
+from deepinfer_prep.cli.console import EXIT_FAILED, emit, progress_display, reported_errors
+
+if TYPE_CHECKING:
+    from deepinfer_prep.options import Options
+
+_CHECKPOINT = click.Path(path_type=Path)
+_MIN_CHUNK = 64 * 1024
+_RESUMABLE = "Nothing unfinished passes for an output; the same command goes on from where this one stopped."
+
+
+def _parse_chunk(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    from deepinfer_prep.sizes import parse_size
+
+    try:
+        size = parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if size < _MIN_CHUNK:
+        raise click.BadParameter(f"{value} is too small; 64KiB is the least")
+    return size
+
+
+def _examples(text: str) -> str:
+    """An epilog that keeps its line breaks."""
+    return "Examples:\n\n\b\n" + text
+
+
+_workers = click.option(
+    "--workers", type=click.IntRange(1, 256), help="Threads. Default: twice the processors, at most 8."
+)
+_chunk_size = click.option(
+    "--chunk-size",
+    callback=_parse_chunk,
+    default="8MiB",
+    show_default=True,
+    help="Bytes that a thread holds at a time.",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+_quiet = click.option("--quiet", is_flag=True, help="No progress on stderr.")
+_report = click.option(
+    "--report", type=click.Path(path_type=Path, dir_okay=False), help="Also write the result as JSON to this file."
+)
+_strict = click.option("--strict", is_flag=True, help="Refuse NaN codes in fp8 weights instead of keeping them.")
+
+
+def _parse_maps(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    from deepinfer_prep.families.user_map import parse_map
+
+    try:
+        for text in value:
+            parse_map(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
+
+
+_PLAN_OPTIONS = (
+    click.option(
+        "--map",
+        "maps",
+        metavar="WEIGHT=SCALE",
+        multiple=True,
+        callback=_parse_maps,
+        help="Pair weights and scales by name patterns, before any rule of a family. * stands for any characters; the "
+        "n-th * of SCALE takes what the n-th * of WEIGHT matched: '*.weight=*.weight_qscale'. May be repeated.",
+    ),
+    click.option(
+        "--unscaled",
+        type=click.Choice(["refuse", "copy-if-safe"]),
+        default="refuse",
+        show_default=True,
+        help="What to do with fp8 tensors without a scale: copy-if-safe copies them if no code lies above 240.",
+    ),
+    click.option(
+        "--split",
+        metavar="PATTERN",
+        multiple=True,
+        help="Split more F32 matrices into bf16 halves: '*hc_head_fn'. May be repeated.",
+    ),
+    click.option(
+        "--activation-scales",
+        type=click.Choice(["keep", "double"]),
+        default="keep",
+        show_default=True,
+        help="What to do with static scales of activations and of the KV cache.",
+    ),
+)
+
+
+def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that inspect and convert share because they change what is planned."""
+    for option in reversed(_PLAN_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="deepinfer-prep")
+def main() -> None:
+    """Prepare fp8 checkpoints for AWS Trainium2: exact, offline, streamed, verified.
+
+    Weights in e4m3fn (largest value 448) are halved and their scales doubled, so that the hardware's e4m3
+    (largest value 240) computes the same numbers.
+    """
+    # numpy, once imported, starts a thread for each processor, which spins for linear algebra that never comes.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+@main.command(
+    short_help="Say what is in a checkpoint and what convert would do.",
+    epilog=_examples(
+        "  deepinfer-prep inspect DeepSeek-V4.1-Flash\n"
+        "  deepinfer-prep inspect model.safetensors --scan\n"
+        "  deepinfer-prep inspect Model-FP8 --map '*.weight=*.weight_qscale'\n"
+        "  deepinfer-prep inspect DeepSeek-V4.1-Flash --json | jq .refusals"
+    ),
+)
+@click.argument("checkpoint", type=_CHECKPOINT)
+@click.option("--scan", is_flag=True, help="Also read the fp8 weights and count the codes that matter.")
+@_plan_options
+@_workers
+@_chunk_size
+@_json
+@_quiet
+def inspect(
+    checkpoint: Path, scan: bool, workers: int | None, chunk_size: int, as_json: bool, quiet: bool, **choices: Any
+) -> None:
+    """Tell what is in CHECKPOINT, what convert would do, and what stands in the way.
+
+    CHECKPOINT is a folder or one .safetensors file. Only headers are read, unless --scan is given. The exit
+    status is 1 where convert would refuse.
+    """
+    with reported_errors(as_json), progress_display(quiet) as progress:
+        from deepinfer_prep.cli.render import inspection_text
+        from deepinfer_prep.inspect import inspect_checkpoint
+
+        result = inspect_checkpoint(
+            checkpoint,
+            options=_options(**choices),
+            scan=scan,
+            workers=workers,
+            chunk_size=chunk_size,
+            progress=progress,
+        )
+    emit(result, inspection_text, as_json, None)
+    if result.refusals:
+        raise SystemExit(EXIT_FAILED)
+
+
+@main.command(
+    short_help="Write the converted checkpoint.",
+    epilog=_examples(
+        "  deepinfer-prep convert DeepSeek-V4.1-Flash DeepSeek-V4.1-Flash-neuron\n"
+        "  deepinfer-prep convert DeepSeek-V4.1-Flash OUT --dry-run\n"
+        "  deepinfer-prep convert DeepSeek-V4-Flash OUT --split '*hc_head_fn'\n"
+        "  deepinfer-prep convert model.safetensors OUT --workers 4 --chunk-size 16MiB --report report.json"
+    ),
+)
+@click.argument("checkpoint", type=_CHECKPOINT)
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--dry-run", is_flag=True, help="Make every check and say what would be done; write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace the output, or the safetensors files, that OUT holds.")
+@_strict
+@_plan_options
+@_workers
+@_chunk_size
+@_report
+@_json
+@_quiet
+def convert(
+    checkpoint: Path,
+    out: Path,
+    dry_run: bool,
+    overwrite: bool,
+    workers: int | None,
+    chunk_size: int,
+    report: Path | None,
+    as_json: bool,
+    quiet: bool,
+    **choices: Any,
+) -> None:
+    """Convert CHECKPOINT into the folder OUT.
+
+    CHECKPOINT is a folder or one .safetensors file; it is only read. An interrupted run is resumed by the
+    same command, and nothing has its final name before it is complete.
+    """
+    if dry_run:
+        _dry_run(checkpoint, out, _options(**choices), overwrite, workers, chunk_size, report, as_json)
+        return
+    with reported_errors(as_json, _RESUMABLE), progress_display(quiet) as progress:
+        from deepinfer_prep.cli.render import conversion_text
+        from deepinfer_prep.convert import convert_checkpoint
+
+        result = convert_checkpoint(
+            checkpoint,
+            out,
+            options=_options(**choices),
+            workers=workers,
+            chunk_size=chunk_size,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    emit(result, conversion_text, as_json, report)
+
+
+def _dry_run(
+    checkpoint: Path,
+    out: Path,
+    options: Options,
+    overwrite: bool,
+    workers: int | None,
+    chunk_size: int,
+    report: Path | None,
+    as_json: bool,
+) -> None:
+    with reported_errors(as_json):
+        from deepinfer_prep.cli.render import inspection_text
+        from deepinfer_prep.convert import plan_output
+        from deepinfer_prep.inspect import summarise
+        from deepinfer_prep.workers import default_workers
+
+        plan = plan_output(checkpoint, out, options=options, overwrite=overwrite)
+        result = summarise(plan, workers or default_workers(), chunk_size)
+    emit(result, lambda found: f"{inspection_text(found)}\nnothing was written to {out}", as_json, report)
+
+
+def _options(**choices: Any) -> Options:
+    from deepinfer_prep.options import Options
+
+    return Options(**choices)
+
+
+@main.command(
+    short_help="Prove that an output is complete and correct.",
+    epilog=_examples(
+        "  deepinfer-prep verify DeepSeek-V4.1-Flash-neuron\n"
+        "  deepinfer-prep verify DeepSeek-V4.1-Flash-neuron --source DeepSeek-V4.1-Flash"
+    ),
+)
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--source", type=_CHECKPOINT, help="The checkpoint it was converted from: recompute every byte.")
+@_workers
+@_chunk_size
+@_report
+@_json
+@_quiet
+def verify(
+    out: Path,
+    source: Path | None,
+    workers: int | None,
+    chunk_size: int,
+    report: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Prove that OUT is a complete and correct output; exit status 1 on any difference."""
+    with reported_errors(as_json), progress_display(quiet) as progress:
+        from deepinfer_prep.cli.render import verification_text
+        from deepinfer_prep.verify import verify_checkpoint
+
+        result = verify_checkpoint(out, source=source, workers=workers, chunk_size=chunk_size, progress=progress)
+    emit(result, verification_text, as_json, report)
+    if not result.ok:
+        raise SystemExit(EXIT_FAILED)

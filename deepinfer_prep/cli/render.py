@@ -1,0 +1,118 @@
+"""Results as text for people and as plain data for JSON. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from deepinfer_prep.convert import ConversionResult
+from deepinfer_prep.inspect import Inspection
+from deepinfer_prep.sizes import format_size
+from deepinfer_prep.verify import VerificationResult
+from deepinfer_prep.writing.preflight import unscaled_sentence
+
+_MOST_DIFFERENCES = 20
+
+
+def to_data(value: Any) -> Any:
+    """A result as dicts, lists, numbers and text."""
+    if is_dataclass(value):
+        return {field.name: to_data(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_data(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_data(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def inspection_text(result: Inspection) -> str:
+    """The report of `inspect`."""
+    lines = [
+        f"{result.root}: {result.family}, {result.shards:,} shards, {result.tensors:,} tensors, "
+        f"{format_size(result.source_bytes)}",
+        "",
+        *_table(
+            ("kind", "dtype", "scale", "count", "size", "convert"),
+            [
+                (row.kind, row.dtype, row.scale, f"{row.tensors:,}", format_size(row.bytes), row.action)
+                for row in result.kinds
+            ],
+        ),
+        "",
+        f"output         {format_size(result.output_bytes)}, and a sidecar of at most "
+        f"{format_size(result.sidecar_bytes)}",
+        f"memory         {format_size(result.buffer_bytes)} of buffers, whatever the size of the model",
+        *_kernel_scale_lines(result.kernel_scales),
+    ]
+    if result.scan is not None:
+        scan = result.scan
+        lines += [
+            f"fp8 codes      {scan.codes:,} read: {scan.misread:,} above 240, {scan.nan:,} NaN, "
+            f"{scan.rounded:,} that halving rounds",
+        ]
+        if result.unscaled:
+            lines.append(unscaled_sentence(len(result.unscaled), scan.unscaled_bytes, scan.unsafe))
+    return "\n".join([*lines, *_remarks(result.warnings, result.refusals)])
+
+
+def conversion_text(result: ConversionResult) -> str:
+    """The report of `convert`."""
+    counts = result.counts
+    lines = [
+        f"{result.output}: {result.files:,} files, {result.tensors:,} tensors, {format_size(result.output_bytes)} "
+        f"in {result.seconds:.1f} s ({format_size(int(result.output_bytes / max(result.seconds, 1e-9)))}/s)",
+    ]
+    if result.resumed_bytes:
+        lines.append(f"resumed        {format_size(result.resumed_bytes)} of an interrupted run were kept")
+    lines += [
+        f"fp8 codes      {counts.misread:,} above 240 brought into range, {counts.rounded:,} rounded, "
+        f"{counts.nan:,} NaN",
+        f"split          {result.split:,} matrices into bf16 hi + lo",
+        *_kernel_scale_lines(result.kernel_scales),
+    ]
+    return "\n".join([*lines, *_remarks(result.warnings, ())])
+
+
+def verification_text(result: VerificationResult) -> str:
+    """The report of `verify`."""
+    lines = [
+        f"{result.output}: {result.files:,} files, {result.tensors:,} tensors, {result.quantized_weights:,} quantized "
+        f"weights, {result.sidecar_tensors:,} sidecar tensors, {format_size(result.bytes_read)} read in "
+        f"{result.seconds:.1f} s",
+        f"source         {result.source or 'not given: digests, codes, scales and sidecar were checked'}",
+    ]
+    if result.nan_codes:
+        lines.append(f"NaN codes      {result.nan_codes:,}, as in the source")
+    if result.ok:
+        return "\n".join([*lines, "verified: no difference"])
+    lines += [f"DIFFERS: {result.differences:,} differences", *map(str, result.first[:_MOST_DIFFERENCES])]
+    if result.differences > _MOST_DIFFERENCES:
+        lines.append("... (`--report FILE` holds the first 100)")
+    return "\n".join(lines)
+
+
+def _kernel_scale_lines(kinds: Mapping[str, int]) -> Iterator[str]:
+    for position, (kind, count) in enumerate(sorted(kinds.items(), key=lambda item: -item[1])):
+        label = "kernel scales" if position == 0 else ""
+        known = kind if kind.startswith(("stored", "derived")) else f"none: {kind}"
+        yield f"{label:<14} {count:,} {known}"
+
+
+def _remarks(warnings: Sequence[str], refusals: Sequence[str]) -> Iterator[str]:
+    for warning in warnings:
+        yield f"warning: {warning}"
+    for refusal in refusals:
+        yield f"refused: {refusal}"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+    numeric = {"count", "size"}
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    for row in [head, *rows]:
+        cells = (
+            cell.rjust(width) if title in numeric else cell.ljust(width)
+            for cell, width, title in zip(row, widths, head, strict=True)
+        )
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,60 @@
+"""DeepSeek-V4 and V4.1: `x.weight` with `x.scale` in e8m0, fp4 experts as I8.
+
+Two block sizes occur in this format: 128x128 in V4 and 32x32 in V4.1, both stated in the config's
+`weight_block_size`. A scale with as many rows as its weight is per row: fp4 experts and V4.1's engram tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deepinfer_prep.families.block_size import fits, grid_problem, not_a_matrix
+from deepinfer_prep.families.names import beside
+from deepinfer_prep.families.protocol import Element, Family, Layout, QuantizedWeight
+from deepinfer_prep.families.quantization_config import Block, stated_block
+from deepinfer_prep.files.checkpoint import Checkpoint
+from deepinfer_prep.files.container import TensorInfo
+
+_ELEMENTS: dict[str, Element] = {"F8_E4M3": "e4m3", "I8": "e2m1"}
+_FORMAT_BLOCKS = ((32, 32), (128, 128))
+_ROW_BLOCK = (1, 32)
+
+
+class DeepSeekV4:
+    """DeepSeek-V4 and V4.1 as DeepSeek publishes them."""
+
+    name = "deepseek-v4"
+
+    def layout(self, checkpoint: Checkpoint) -> Layout | None:
+        """An e8m0 `.scale` beside an fp8 or fp4 `.weight` is enough: no other family has it."""
+        stated = stated_block(checkpoint.quantization)
+        weights = tuple(_weight(weight, scale, stated) for weight, scale in _pairs(checkpoint))
+        return Layout(self.name, weights) if weights else None
+
+
+def _pairs(checkpoint: Checkpoint) -> Iterator[tuple[TensorInfo, TensorInfo]]:
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.dtype in _ELEMENTS and name.rpartition(".")[2] == "weight":
+            scale = checkpoint.tensors.get(beside(name, "scale"))
+            if scale is not None and scale.dtype == "F8_E8M0":
+                yield tensor, scale
+
+
+def _weight(weight: TensorInfo, scale: TensorInfo, stated: Block | None) -> QuantizedWeight:
+    element = _ELEMENTS[weight.dtype]
+    if element == "e2m1" or fits(weight, scale, element, _ROW_BLOCK):
+        candidates: tuple[Block, ...] = (_ROW_BLOCK,)
+    else:
+        candidates = (stated,) if stated is not None else _FORMAT_BLOCKS
+    block = next((block for block in candidates if fits(weight, scale, element, block)), None)
+    problem = "" if block else _problem(weight, scale, element, candidates[0])
+    is_table = weight.name.endswith("engram.embed.weight")
+    reason = "it is a look-up table, not the operand of a GEMM" if is_table else ""
+    return QuantizedWeight(weight.name, scale.name, element, block, problem, reason)
+
+
+def _problem(weight: TensorInfo, scale: TensorInfo, element: Element, block: Block) -> str:
+    return not_a_matrix(weight).problem if len(weight.shape) < 2 else grid_problem(weight, scale, element, block)
+
+
+FAMILY: Family = DeepSeekV4()

@@ -1,0 +1,49 @@
+"""transformers' fine-grained fp8: `x.weight` with `x.weight_scale_inv`, which multiplies for all its name.
+
+DeepSeek-V3, R1, V3.1, V3.2, Kimi-K2, GLM-5, Qwen3 to 3.8, MiniMax, MiMo, Mistral, and V4 as transformers
+renames it. Scales are F32, BF16, F16, e8m0, or e8m0 in U8 where the config says so; blocks are the config's
+`weight_block_size`, or null for one scale a tensor. Stacked experts: `experts.down_proj` with
+`experts.down_proj_scale_inv`. I8 weights with an e8m0 scale are fp4, two values a byte, 1x32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deepinfer_prep.families.block_size import fits, known_blocks
+from deepinfer_prep.families.names import appended
+from deepinfer_prep.families.pairing import pair_weights
+from deepinfer_prep.families.protocol import Family, Layout, QuantizedWeight
+from deepinfer_prep.families.quantization_config import stated_block, states_exponents
+from deepinfer_prep.files.checkpoint import Checkpoint
+
+_FP4_BLOCK = (1, 32)
+
+
+class FineGrained:
+    """The `fp8` and `mxfp8` quantizers of transformers."""
+
+    name = "fine-grained-fp8"
+
+    def layout(self, checkpoint: Checkpoint) -> Layout | None:
+        """`weight_scale_inv` beside an fp8 or fp4 weight; the config is asked for block sizes and for U8 only."""
+        stated, is_exponent = stated_block(checkpoint.quantization), states_exponents(checkpoint.quantization)
+        pairs = pair_weights(
+            checkpoint,
+            lambda name: appended(name, "_scale_inv"),
+            lambda weight, scale: known_blocks(weight, scale, stated),
+            has_exponents=lambda _: is_exponent,
+        )
+        weights = (*pairs.weights, *_fp4_weights(checkpoint))
+        return Layout(self.name, weights, pairs.unpaired) if weights or pairs.unpaired else None
+
+
+def _fp4_weights(checkpoint: Checkpoint) -> Iterator[QuantizedWeight]:
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.dtype == "I8":
+            scale = checkpoint.tensors.get(appended(name, "_scale_inv") or "")
+            if scale is not None and scale.dtype == "F8_E8M0" and fits(tensor, scale, "e2m1", _FP4_BLOCK):
+                yield QuantizedWeight(name, scale.name, "e2m1", _FP4_BLOCK)
+
+
+FAMILY: Family = FineGrained()

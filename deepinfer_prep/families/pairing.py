@@ -1,0 +1,73 @@
+"""Pairs fp8 weights with scales by name: starts from the weights and finds each one's scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from deepinfer_prep.families.block_size import Blocks
+from deepinfer_prep.families.protocol import FLOAT_DTYPES, QuantizedWeight, Unpaired, fp8_names
+from deepinfer_prep.files.checkpoint import Checkpoint
+from deepinfer_prep.files.container import TensorInfo
+
+ScaleName = Callable[[str], str | None]
+"""Weight name -> the name that its scale would have; None for names that are not of the family."""
+
+BlocksOf = Callable[[TensorInfo, TensorInfo], Blocks]
+"""(weight, scale) -> the block that one scale value covers."""
+
+
+class Pairs(NamedTuple):
+    """The weights whose scale was found, and those whose scale is there but cannot be used."""
+
+    weights: tuple[QuantizedWeight, ...]
+    unpaired: dict[str, Unpaired]
+
+
+def pair_weights(
+    checkpoint: Checkpoint,
+    scale_name: ScaleName,
+    blocks_of: BlocksOf,
+    *,
+    has_exponents: Callable[[str], bool],
+    no_kernel_scale: str = "",
+) -> Pairs:
+    """Pair every fp8 weight whose scale, by name, is in the checkpoint; the others are left to other families.
+
+    Args:
+        has_exponents: whether the config says that a weight's U8 scale is e8m0.
+        no_kernel_scale: the reason why no kernel takes these weights.
+    """
+    weights: list[QuantizedWeight] = []
+    unpaired: dict[str, Unpaired] = {}
+    for name in fp8_names(checkpoint):
+        wanted = scale_name(name)
+        scale = checkpoint.tensors.get(wanted) if wanted is not None else None
+        if scale is None:
+            continue
+        problem = scale_problem(scale, scale.dtype == "U8" and has_exponents(name))
+        if problem is not None:
+            unpaired[name] = problem
+            continue
+        blocks = blocks_of(checkpoint.tensors[name], scale)
+        weights.append(QuantizedWeight(name, scale.name, "e4m3", blocks.size, blocks.problem, no_kernel_scale))
+    return Pairs(tuple(weights), unpaired)
+
+
+def scale_problem(scale: TensorInfo, has_exponents: bool) -> Unpaired | None:
+    """Why a tensor cannot be doubled as a scale, from its dtype; None where it can."""
+    if scale.dtype in FLOAT_DTYPES or scale.dtype == "F8_E8M0":
+        return None
+    last = scale.name.rpartition(".")[2]
+    if scale.dtype != "U8":
+        return Unpaired(
+            f"have a scale `{last}` of dtype {scale.dtype}",
+            "Scales are floats or e8m0 exponents; this is another format, and nothing says how to double it.",
+        )
+    if has_exponents:
+        return None
+    return Unpaired(
+        f"have a scale `{last}` of dtype U8, and the config does not say what its bytes mean",
+        'If they are e8m0 exponents, state "scale_fmt": "ue8m0" in the quantization_config of config.json; '
+        "read as numbers they would be wrong by many orders of magnitude.",
+    )

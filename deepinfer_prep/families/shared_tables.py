@@ -1,0 +1,49 @@
+"""Qwen3.8's n-gram tables: the parts `t.shards.N.weight` (or `t.shard_N.weight`) share one value, `t.weight_scale`."""
+
+from __future__ import annotations
+
+import re
+
+from deepinfer_prep.families.block_size import known_blocks
+from deepinfer_prep.families.pairing import pair_weights
+from deepinfer_prep.families.protocol import FP8_DTYPE, Family, Layout
+from deepinfer_prep.files.checkpoint import Checkpoint
+
+_PART = re.compile(r"(?P<table>.+)\.(?:shards\.|shard_)\d+\.weight", re.DOTALL)
+
+
+class SharedTables:
+    """Embedding tables cut into parts that one scale multiplies."""
+
+    name = "shared-table"
+
+    def layout(self, checkpoint: Checkpoint) -> Layout | None:
+        """The scale has to be one value, and every part that it would cover has to be fp8."""
+        covered = _tables(checkpoint)
+        pairs = pair_weights(
+            checkpoint,
+            lambda name: covered.get(name),
+            lambda weight, scale: known_blocks(weight, scale, None),
+            has_exponents=lambda _: False,
+            no_kernel_scale="it is a look-up table, not the operand of a GEMM",
+        )
+        return Layout(self.name, pairs.weights, pairs.unpaired) if any(pairs) else None
+
+
+def _tables(checkpoint: Checkpoint) -> dict[str, str]:
+    """Part -> the scale of its table, for tables of which all parts are fp8 and the scale is one value."""
+    parts: dict[str, list[str]] = {}
+    for name in checkpoint.tensors:
+        match = _PART.fullmatch(name)
+        if match is not None:
+            parts.setdefault(match["table"] + ".weight_scale", []).append(name)
+    return {
+        name: scale
+        for scale, names in parts.items()
+        if scale in checkpoint.tensors and checkpoint.tensors[scale].elements == 1
+        if all(checkpoint.tensors[name].dtype == FP8_DTYPE for name in names)
+        for name in names
+    }
+
+
+FAMILY: Family = SharedTables()

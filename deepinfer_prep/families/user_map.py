@@ -1,0 +1,98 @@
+"""`--map WEIGHT=SCALE`: pairs what no family knows, or says which of several scales is meant.
+
+`*` stands for any characters. The first `*` of SCALE takes what the first `*` of WEIGHT matched, the second
+what the second matched, and so on; SCALE may have fewer. `*.weight=*.weight_qscale` pairs `a.b.weight` with
+`a.b.weight_qscale`; `*.table.*.weight=*.table.scale` gives all parts of a table one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from deepinfer_prep.families.block_size import known_blocks
+from deepinfer_prep.families.pairing import scale_problem
+from deepinfer_prep.families.patterns import compile_pattern, fill_pattern
+from deepinfer_prep.families.protocol import Layout, QuantizedWeight, fp8_names
+from deepinfer_prep.families.quantization_config import stated_block, states_exponents
+from deepinfer_prep.files.checkpoint import Checkpoint
+
+NAME = "map"
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleMap:
+    """One --map: a pattern of weight names and the pattern of their scales' names."""
+
+    weight: str
+    scale: str
+
+    def __str__(self) -> str:
+        return f"{self.weight}={self.scale}"
+
+
+def parse_map(text: str) -> ScaleMap:
+    """Parse WEIGHT=SCALE.
+
+    Raises:
+        ValueError: it is not of that form, or SCALE has more `*` than WEIGHT.
+    """
+    weight, equals, scale = text.partition("=")
+    if not weight or not equals or not scale or "=" in scale:
+        raise ValueError(f"{text!r} is not WEIGHT=SCALE, two patterns of tensor names")
+    if scale.count("*") > weight.count("*"):
+        raise ValueError(f"{text!r} has more * in SCALE than in WEIGHT, so that nothing could take their place")
+    return ScaleMap(weight, scale)
+
+
+def map_scales(checkpoint: Checkpoint, maps: Iterable[str]) -> Layout:
+    """Pair the fp8 weights that the maps name; a map that pairs nothing, or with what is no scale, is refused.
+
+    Raises:
+        ValueError: as `parse_map`.
+    """
+    weights: list[QuantizedWeight] = []
+    refusals: list[str] = []
+    for scale_map in map(parse_map, maps):
+        pairs = list(_pairs(checkpoint, scale_map))
+        found = [(weight, scale) for weight, scale in pairs if scale in checkpoint.tensors]
+        if not found:
+            refusals.append(_explain_nothing(scale_map, pairs))
+        for weight, scale in found:
+            problem = _problem(checkpoint, weight, scale)
+            if problem:
+                refusals.append(f"--map {scale_map}: {problem}")
+                break
+            weights.append(_quantized_weight(checkpoint, weight, scale))
+    return Layout(NAME, tuple(weights), refusals=tuple(refusals))
+
+
+def _pairs(checkpoint: Checkpoint, scale_map: ScaleMap) -> Iterator[tuple[str, str]]:
+    pattern = compile_pattern(scale_map.weight)
+    for name in fp8_names(checkpoint):
+        match = pattern.fullmatch(name)
+        if match is not None:
+            yield name, fill_pattern(scale_map.scale, match.groups())
+
+
+def _explain_nothing(scale_map: ScaleMap, pairs: list[tuple[str, str]]) -> str:
+    if not pairs:
+        return f"--map {scale_map} matches no F8_E4M3 tensor. Compare the pattern with the names in the checkpoint."
+    weight, scale = pairs[0]
+    return (
+        f"--map {scale_map} matches {len(pairs):,} F8_E4M3 tensors, but none of the scales is there: {scale!r} for "
+        f"{weight!r} first of all. Compare the pattern with the names in the checkpoint."
+    )
+
+
+def _problem(checkpoint: Checkpoint, weight: str, scale: str) -> str:
+    if weight == scale:
+        return f"{weight!r} cannot be its own scale."
+    unpaired = scale_problem(checkpoint.tensors[scale], states_exponents(checkpoint.quantization))
+    return f"tensors like {weight!r} {unpaired.problem}. {unpaired.advice}" if unpaired else ""
+
+
+def _quantized_weight(checkpoint: Checkpoint, weight: str, scale: str) -> QuantizedWeight:
+    stated = stated_block(checkpoint.quantization)
+    blocks = known_blocks(checkpoint.tensors[weight], checkpoint.tensors[scale], stated)
+    return QuantizedWeight(weight, scale, "e4m3", blocks.size, blocks.problem)

@@ -1,0 +1,1 @@
+"""Bytes on disk: ranged reads and writes, safetensors headers, and the files that make up a checkpoint."""

@@ -1,0 +1,367 @@
+"""A checkpoint on disk: the index and the headers, put together into tensors and where each lies.
+
+Only headers and small JSON files are read. A checkpoint that contradicts itself is refused here.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepinfer_prep.errors import CheckpointError
+from deepinfer_prep.files.container import LFS_START, Header, TensorInfo, read_header
+
+INDEX_SUFFIX = ".safetensors.index.json"
+SHARD_SUFFIX = ".safetensors"
+PREFERRED_INDEX = "model" + INDEX_SUFFIX
+
+WORKSPACE_NAME = ".deepinfer-prep"
+"""Folder inside an output that holds a run until it is complete."""
+DISCARDED_NAME = ".deepinfer-prep.done"
+"""What that folder is called while it is being removed."""
+
+_SKIPPED = frozenset({".cache", ".git", ".huggingface", "__pycache__", WORKSPACE_NAME, DISCARDED_NAME})
+_PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".lock")
+_CONTROL_FILE_SUFFIX = ".aria2"
+_LARGEST_LFS_POINTER = 1024
+_DEEPEST_FOLDER = 64
+_OTHER_WEIGHT_SUFFIXES = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
+
+
+# Multimodal models nest the language model's config; old compressed-tensors releases wrote another key.
+_NESTED_CONFIGS = ("text_config", "language_config", "llm_config")
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What tells whether a file is still the one that was planned with."""
+
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """The state of a file now; links are followed."""
+        return cls.from_status(path.stat())
+
+    @classmethod
+    def from_status(cls, status: os.stat_result) -> FileState:
+        """The state that the file system tells."""
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file of the checkpoint."""
+
+    name: str
+    path: Path
+    state: FileState
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFile:
+    """A file that is copied as it is; `name` is its path relative to the checkpoint."""
+
+    name: str
+    path: Path
+    state: FileState
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All that headers and JSON files say about a checkpoint."""
+
+    root: Path
+    shards: tuple[Shard, ...]
+    tensors: Mapping[str, TensorInfo]
+    """Every tensor by name; the offsets are those in its own shard."""
+    shard_of: Mapping[str, int]
+    """Tensor name -> position in `shards`."""
+    config: Mapping[str, Any]
+    """config.json, or an empty map."""
+    others: tuple[OtherFile, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def quantization(self) -> Mapping[str, Any]:
+        """What config.json says of quantization, under any of the names and places in use, or an empty map."""
+        for place in (self.config, *(self.config.get(key) for key in _NESTED_CONFIGS)):
+            for key in _QUANTIZATION_KEYS:
+                if isinstance(place, dict) and isinstance(place.get(key), dict):
+                    return dict(place[key])
+        return {}
+
+    def where(self, tensor: str) -> str:
+        """A tensor with its file, for messages."""
+        return f"{self.shards[self.shard_of[tensor]].path}: tensor {tensor!r}"
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read the headers of a checkpoint: a folder, or one .safetensors file with the config.json beside it.
+
+    Raises:
+        ContainerError: a file is not a well-formed safetensors file.
+        CheckpointError: files are missing, or the index and the shards disagree.
+        OSError: something cannot be read.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist. Give the folder of a checkpoint, or one .safetensors file.")
+    if not path.is_dir():
+        _check_is_text(path.name, path.parent)
+        return _assemble(path.parent, [read_shard(path)], _read_config(path.parent), (), [])
+    if (path / WORKSPACE_NAME / "journal").exists():
+        raise CheckpointError(
+            f"{path} holds an unfinished run of deepinfer-prep ({WORKSPACE_NAME}): it is an output, not a checkpoint. "
+            f"Give the original checkpoint; if this is it, remove {path / WORKSPACE_NAME}."
+        )
+    index_name = _find_index(path)
+    weight_map = read_index(path / index_name) if index_name else None
+    names = _shard_names(path, weight_map)
+    shards = [read_shard(path / name) for name in names]
+    warnings = []
+    if weight_map is not None and index_name is not None:
+        check_index(path / index_name, weight_map, shards)
+        warnings += _check_total_size(path / index_name, shards)
+    others, other_warnings = _find_others(path, set(names))
+    return _assemble(path, shards, _read_config(path), others, warnings + other_warnings)
+
+
+def _assemble(
+    root: Path, shards: list[Shard], config: Mapping[str, Any], others: tuple[OtherFile, ...], warnings: list[str]
+) -> Checkpoint:
+    tensors: dict[str, TensorInfo] = {}
+    shard_of: dict[str, int] = {}
+    for position, shard in enumerate(shards):
+        for tensor in shard.header.tensors:
+            if tensor.name in tensors:
+                raise CheckpointError(
+                    f"tensor {tensor.name!r} is in two files, {shards[shard_of[tensor.name]].path} and {shard.path}: "
+                    "which one is meant cannot be known. Move the files that do not belong to the checkpoint away, "
+                    "or add an index that names each tensor's file."
+                )
+            tensors[tensor.name] = tensor
+            shard_of[tensor.name] = position
+    return Checkpoint(root, tuple(shards), tensors, shard_of, config, others, tuple(warnings))
+
+
+def read_shard(path: Path) -> Shard:
+    """Read the header of one shard; errors as `read_header`."""
+    state = FileState.of(path)
+    return Shard(path.name, path, state, read_header(path))
+
+
+def _find_index(folder: Path) -> str | None:
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(INDEX_SUFFIX) and entry.is_file())
+    if PREFERRED_INDEX in names:
+        return PREFERRED_INDEX
+    if len(names) > 1:
+        raise CheckpointError(
+            f"{folder} holds several indexes and none is {PREFERRED_INDEX}: {', '.join(names)}. "
+            "Keep the one that belongs to the checkpoint."
+        )
+    return names[0] if names else None
+
+
+def read_index(path: Path) -> Mapping[str, str]:
+    """The weight map of an index: tensor name -> file name, plain names only.
+
+    Raises:
+        CheckpointError: there is no weight map, or it names something outside the folder.
+    """
+    index = _read_json(path)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{path} has no `weight_map` from tensor names to file names. Fetch it again.")
+    for name in sorted(set(weight_map.values())):
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise CheckpointError(
+                f"{path} names the file {name!r}, but an index may name only plain files in its own folder."
+            )
+    return weight_map
+
+
+def _shard_names(folder: Path, weight_map: Mapping[str, str] | None) -> list[str]:
+    if weight_map is None:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(SHARD_SUFFIX))
+        if not names:
+            raise CheckpointError(
+                f"{folder} holds no .safetensors file. Give the folder that holds the checkpoint's shards."
+            )
+        return names
+    counts = Counter(weight_map.values())
+    missing = [name for name in sorted(counts) if not _exists(folder / name)]
+    if missing:
+        listed = "; ".join(f"{name} named by the index ({_tensors(counts[name])}) is missing" for name in missing[:10])
+        raise CheckpointError(
+            f"{folder}: {listed}; {len(counts) - len(missing)} of {len(counts)} shards present. "
+            "The download is not complete: fetch the missing files."
+        )
+    return sorted(counts)
+
+
+def _tensors(count: int) -> str:
+    return f"{count:,} tensor" + ("" if count == 1 else "s")
+
+
+def check_index(path: Path, weight_map: Mapping[str, str], shards: Iterable[Shard]) -> None:
+    """Compare an index with the headers of its shards.
+
+    Raises:
+        CheckpointError: one names a tensor that the other does not have.
+    """
+    found = {tensor.name: shard.name for shard in shards for tensor in shard.header.tensors}
+    absent = [name for name, shard in weight_map.items() if found.get(name) != shard]
+    if absent:
+        raise CheckpointError(
+            f"{path} names {_tensors(len(absent))} that the named shards do not hold: {_first(absent, weight_map)}. "
+            "The index belongs to other shards, or a shard was replaced: fetch both again."
+        )
+    unnamed = [name for name in found if name not in weight_map]
+    if unnamed:
+        raise CheckpointError(
+            f"{path} does not name {_tensors(len(unnamed))} that the shards hold: {_first(unnamed, found)}. "
+            "Loaders would miss them: fetch the index again, or add the names to it."
+        )
+
+
+def _first(names: list[str], shard_of: Mapping[str, str], most: int = 10) -> str:
+    listed = ", ".join(f"{name!r} ({shard_of[name]})" for name in names[:most])
+    return listed + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def _check_total_size(path: Path, shards: list[Shard]) -> list[str]:
+    metadata = _read_json(path).get("metadata")
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    actual = sum(shard.header.data_size for shard in shards)
+    if stated is None or stated in (actual, str(actual)):
+        return []
+    return [
+        f"{path} states a total_size of {stated} but the tensors take {actual:,} bytes; "
+        "loaders do not depend on it, and the index is copied as it is."
+    ]
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "config.json"
+    return _read_json(path) if path.exists() else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}). Fetch it again.") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object. Fetch it again.")
+    return value
+
+
+def _exists(path: Path) -> bool:
+    """Whether a path leads to something; False as well for a name that no file can have."""
+    try:
+        path.stat()
+    except ValueError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        return False
+    return True
+
+
+def _find_others(folder: Path, shard_names: set[str]) -> tuple[tuple[OtherFile, ...], list[str]]:
+    others: list[OtherFile] = []
+    left_out: list[str] = []
+    for name, path in _walk(folder, "", frozenset({folder.resolve()})):
+        _check_is_text(name, folder)
+        _check_no_download_goes_on(name, folder, shard_names)
+        if name in shard_names:
+            continue
+        if not _exists(path):
+            raise CheckpointError(f"{path} is a link to a file that is not there. Fetch it again, or remove the link.")
+        if name.endswith((SHARD_SUFFIX, *_PARTIAL_SUFFIXES)) or not stat.S_ISREG(path.stat().st_mode):
+            left_out.append(name)
+        else:
+            others.append(OtherFile(name, path, FileState.of(path)))
+    return tuple(others), _other_warnings(others, left_out)
+
+
+def _check_is_text(name: str, folder: Path) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{folder} holds a file whose name is not valid UTF-8, {name!r}: the output's manifest could not name it. "
+            "Rename or remove it."
+        ) from None
+
+
+def _check_no_download_goes_on(name: str, folder: Path, shard_names: set[str]) -> None:
+    unfinished = name.removesuffix(_CONTROL_FILE_SUFFIX)
+    if unfinished in shard_names - {name}:
+        raise CheckpointError(
+            f"{folder / name} says that the download of {unfinished} beside it is not finished: parts of it may still "
+            f"be zeros. Finish the download, or remove {name} if it is."
+        )
+
+
+def _walk(folder: Path, prefix: str, above: frozenset[Path], linked: bool = False) -> Iterator[tuple[str, Path]]:
+    """Files below a folder, by relative name; links to folders are followed unless they lead upwards."""
+    if len(above) > _DEEPEST_FOLDER:
+        raise CheckpointError(f"{folder} lies more than {_DEEPEST_FOLDER} folders deep. Move it out of the checkpoint.")
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = folder / entry.name
+        if entry.name in _SKIPPED:
+            continue
+        if not path.is_dir():
+            yield prefix + entry.name, path
+        elif path.resolve() not in above:
+            if linked and entry.is_symlink():
+                raise CheckpointError(
+                    f"{path} is a link to a folder inside a linked folder: a few of these can multiply to millions of "
+                    "files. Replace one of the links by the folder itself."
+                )
+            yield from _walk(path, f"{prefix}{entry.name}/", above | {path.resolve()}, linked or entry.is_symlink())
+
+
+def _other_warnings(others: list[OtherFile], left_out: list[str]) -> list[str]:
+    warnings = [f"{name} is not copied: {_why_left_out(name)}." for name in left_out]
+    weights = [other for other in others if other.name.endswith(_OTHER_WEIGHT_SUFFIXES)]
+    if weights:
+        size = sum(other.state.size for other in weights)
+        warnings.append(
+            f"{len(weights)} files that may hold a second copy of the weights are copied as they are "
+            f"({size / 1e9:,.1f} GB), {weights[0].name} among them; remove them from the source if nobody needs them."
+        )
+    pointers = [other.name for other in others if _is_lfs_pointer(other)]
+    if pointers:
+        warnings.append(
+            f"{len(pointers)} files are Git LFS pointers and are copied as such, {pointers[0]} among them: the real "
+            "files were not downloaded. Run `git lfs pull` in the checkpoint's folder first if anybody needs them."
+        )
+    return warnings
+
+
+def _is_lfs_pointer(other: OtherFile) -> bool:
+    if not len(LFS_START) < other.state.size < _LARGEST_LFS_POINTER:
+        return False
+    with other.path.open("rb") as file:
+        return file.read(len(LFS_START)) == LFS_START
+
+
+def _why_left_out(name: str) -> str:
+    if name.endswith(SHARD_SUFFIX):
+        return "the index does not name it, and unconverted fp8 must not lie beside converted shards"
+    if name.endswith(_PARTIAL_SUFFIXES):
+        return "it is what an unfinished download leaves"
+    return "it is a pipe, socket or device"

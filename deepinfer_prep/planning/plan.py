@@ -1,0 +1,200 @@
+"""Checkpoint -> plan: for every output file its header and its byte runs, the sidecar, warnings, refusals.
+
+Halving and doubling keep every tensor's size, so a shard's data section maps byte for byte onto its output:
+a plan is a sorted list of runs, and only headers change. Nothing here reads tensor data.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from deepinfer_prep import fp8
+from deepinfer_prep._version import __version__
+from deepinfer_prep.families import Layout, read_layout
+from deepinfer_prep.families.protocol import FLOAT_DTYPES
+from deepinfer_prep.files.checkpoint import Checkpoint, FileState, OtherFile, Shard
+from deepinfer_prep.files.container import TensorInfo, encode_header
+from deepinfer_prep.kernel_scale import PlannedWeight, plan_weight
+from deepinfer_prep.options import Options
+from deepinfer_prep.planning.refusals import refuse
+from deepinfer_prep.planning.split import choose_split
+from deepinfer_prep.planning.warnings import warn
+
+MARKER = "deepinfer_prep"
+MAX_MARKER = "fp8_max"
+
+
+class Operation(enum.Enum):
+    """What happens to the bytes of a run; every operation keeps their number."""
+
+    COPY = "copy"
+    COPY_FP8 = "copy fp8"
+    """Copy e4m3fn codes that have no scale; one that the hardware reads differently stops the run."""
+    HALVE = "halve"
+    DOUBLE_E8M0 = "double e8m0"
+    DOUBLE_F64 = "double F64"
+    DOUBLE_F32 = "double F32"
+    DOUBLE_F16 = "double F16"
+    DOUBLE_BF16 = "double BF16"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes that must be worked on together."""
+        return {"DOUBLE_F64": 8, "DOUBLE_F32": 4, "DOUBLE_F16": 2, "DOUBLE_BF16": 2}.get(self.name, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes start..end of a data section that take one operation."""
+
+    start: int
+    end: int
+    operation: Operation
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """One file of the output that is mapped from one file of the source.
+
+    The output is `header`, then `data_size` bytes that stand at `source_start` in the source. A copied file
+    has an empty header and a single run.
+    """
+
+    name: str
+    source: Path
+    state: FileState
+    header: bytes
+    source_start: int
+    data_size: int
+    runs: tuple[Run, ...]
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the output file."""
+        return len(self.header) + self.data_size
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that a conversion does, decided before the first byte of data is read."""
+
+    checkpoint: Checkpoint
+    family: str
+    options: Options
+    files: tuple[OutputFile, ...]
+    weights: tuple[PlannedWeight, ...]
+    split: tuple[str, ...]
+    activation_scales: tuple[str, ...]
+    unscaled: tuple[str, ...]
+    """F8_E4M3 tensors without a scale; copied if the options allow it and their codes do."""
+    operations: Mapping[str, Operation] = field(repr=False)
+    """Operation of every tensor that is not copied, by name."""
+    warnings: tuple[str, ...]
+    refusals: tuple[str, ...]
+    fingerprint: str
+    """xxh3-128 over the names, sizes and headers of the source's files."""
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all mapped files; the sidecar comes on top."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def sidecar_bytes(self) -> int:
+        """Upper bound of the sidecar's tensor bytes; scales whose values have no kernel form are left out."""
+        halves = sum(self.checkpoint.tensors[name].nbytes for name in self.split)
+        scales = (weight.kernel_scale.derived for weight in self.weights)
+        return halves + sum(scale.nbytes for scale in scales if scale is not None)
+
+
+def plan_conversion(checkpoint: Checkpoint, options: Options, tool_version: str = __version__) -> Plan:
+    """Plan a conversion from headers alone.
+
+    The plan lists its refusals instead of raising, so that all of them can be shown at once.
+    """
+    layout = read_layout(checkpoint, options.maps)
+    split = choose_split(checkpoint, options.split)
+    operations = _operations(checkpoint, layout, options)
+    metadata = {MARKER: tool_version, MAX_MARKER: str(fp8.FP8_MAX)}
+    files = [_plan_shard(shard, operations, metadata) for shard in checkpoint.shards]
+    files += [_plan_copy(other) for other in checkpoint.others]
+    weights = tuple(plan_weight(checkpoint, quantized) for quantized in layout.weights)
+    return Plan(
+        checkpoint=checkpoint,
+        family=layout.family,
+        options=options,
+        files=tuple(files),
+        weights=weights,
+        split=split.names,
+        activation_scales=layout.activation_scales,
+        unscaled=tuple(layout.unpaired),
+        operations=operations,
+        warnings=checkpoint.warnings + layout.warnings + split.warnings + warn(checkpoint, layout, weights, options),
+        refusals=refuse(checkpoint, layout, options, split.names) + split.refusals,
+        fingerprint=_fingerprint(checkpoint),
+    )
+
+
+def _operations(checkpoint: Checkpoint, layout: Layout, options: Options) -> dict[str, Operation]:
+    operations = dict.fromkeys(layout.unpaired, Operation.COPY_FP8)
+    for quantized in layout.weights:
+        if quantized.element == "e4m3":
+            operations[quantized.weight] = Operation.HALVE
+            operations[quantized.scale] = _doubling(checkpoint.tensors[quantized.scale].dtype)
+    if options.activation_scales == "double":
+        for name in layout.activation_scales:
+            operations[name] = _doubling(checkpoint.tensors[name].dtype)
+    return operations
+
+
+def _doubling(dtype: str) -> Operation:
+    return Operation[f"DOUBLE_{dtype}"] if dtype in FLOAT_DTYPES else Operation.DOUBLE_E8M0
+
+
+def _plan_shard(shard: Shard, operations: Mapping[str, Operation], metadata: Mapping[str, str]) -> OutputFile:
+    header = encode_header(shard.header.tensors, {"format": "pt", **shard.header.metadata, **metadata})
+    return OutputFile(
+        name=shard.name,
+        source=shard.path,
+        state=shard.state,
+        header=header,
+        source_start=shard.header.data_start,
+        data_size=shard.header.data_size,
+        runs=tuple(_runs(shard.header.tensors, operations)),
+        tensors=shard.header.tensors,
+    )
+
+
+def _runs(tensors: Iterable[TensorInfo], operations: Mapping[str, Operation]) -> Iterable[Run]:
+    """Neighbours with the same operation become one run."""
+    start, end, current = 0, 0, Operation.COPY
+    for tensor in tensors:
+        operation = operations.get(tensor.name, Operation.COPY)
+        if operation is not current:
+            if end > start:
+                yield Run(start, end, current)
+            start, current = tensor.start, operation
+        end = tensor.end
+    if end > start:
+        yield Run(start, end, current)
+
+
+def _plan_copy(other: OtherFile) -> OutputFile:
+    size = other.state.size
+    runs = (Run(0, size, Operation.COPY),) if size else ()
+    return OutputFile(other.name, other.path, other.state, b"", 0, size, runs, ())
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    digest = xxhash.xxh3_128()
+    for shard in checkpoint.shards:
+        digest.update(f"{shard.name}\0{shard.state.size}\0{shard.header.digest}\0".encode())
+    for other in checkpoint.others:
+        digest.update(f"{other.name}\0{other.state.size}\0".encode())
+    return digest.hexdigest()

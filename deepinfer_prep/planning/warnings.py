@@ -1,0 +1,88 @@
+"""What the user of a conversion has to hear that stops nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deepinfer_prep.families import Layout
+from deepinfer_prep.files.checkpoint import Checkpoint
+from deepinfer_prep.kernel_scale import KERNEL_COLUMNS, KERNEL_ROWS, PlannedWeight, is_outside_kernels
+from deepinfer_prep.options import Options
+
+
+def warn(
+    checkpoint: Checkpoint, layout: Layout, weights: tuple[PlannedWeight, ...], options: Options
+) -> tuple[str, ...]:
+    """Every warning that headers and options give, each of whole sentences."""
+    return (
+        *_nothing_to_do(layout),
+        *_block_problems(checkpoint, weights),
+        *_outside_kernels(checkpoint, weights),
+        *_activation_scales(layout, options),
+        *_unscaled(layout, options),
+        *_markers(layout),
+    )
+
+
+def _nothing_to_do(layout: Layout) -> Iterator[str]:
+    if not layout.weights and not layout.refusals and not layout.unpaired:
+        yield "nothing is quantized in a way that needs converting: every tensor is copied as it is."
+
+
+def _block_problems(checkpoint: Checkpoint, weights: tuple[PlannedWeight, ...]) -> Iterator[str]:
+    """Where config and scale grid disagree: never resolved by dividing shapes, always told."""
+    found = [weight.quantized for weight in weights if weight.quantized.block_problem]
+    if found:
+        yield (
+            f"{len(found):,} weights have no known block size, {checkpoint.where(found[0].weight)} among them: "
+            f"{found[0].block_problem}. They are converted all the same, without a kernel scale."
+        )
+
+
+def _outside_kernels(checkpoint: Checkpoint, weights: tuple[PlannedWeight, ...]) -> Iterator[str]:
+    found = [
+        checkpoint.tensors[weight.quantized.weight]
+        for weight in weights
+        if (weight.kernel_scale.stored or weight.kernel_scale.derived)
+        and is_outside_kernels(checkpoint.tensors[weight.quantized.weight], weight.quantized.element)
+    ]
+    if found:
+        yield (
+            f"{len(found):,} weights have a shape outside the kernels' limits (rows a multiple of {KERNEL_ROWS}, "
+            f"columns of {KERNEL_COLUMNS}), {found[0].name} {list(found[0].shape)} among them: they are converted, "
+            "but no kernel takes them."
+        )
+
+
+def _activation_scales(layout: Layout, options: Options) -> Iterator[str]:
+    if not layout.activation_scales:
+        return
+    count = f"{len(layout.activation_scales):,} static activation or KV-cache scales are"
+    if options.activation_scales == "double":
+        yield (
+            f"{count} doubled, {layout.activation_scales[0]} among them: activations calibrated to 448 stay within "
+            "224. Serving code has to quantize with the doubled scales as well as dequantize with them."
+        )
+    else:
+        yield (
+            f"{count} kept, {layout.activation_scales[0]} among them. Activations quantized with a scale calibrated to "
+            "448 overflow a type that ends at 240: quantize activations dynamically, recalibrate, or convert with "
+            "--activation-scales double."
+        )
+
+
+def _unscaled(layout: Layout, options: Options) -> Iterator[str]:
+    if layout.unpaired and options.unscaled == "copy-if-safe":
+        yield (
+            f"{len(layout.unpaired):,} fp8 tensors without a scale, {next(iter(layout.unpaired))} among them, are "
+            "copied as they are if no code in them lies above 240; one that does stops the run before anything is "
+            "written."
+        )
+
+
+def _markers(layout: Layout) -> Iterator[str]:
+    if layout.markers:
+        yield (
+            f"{len(layout.markers):,} fp8 tensors are markers without values and are copied, "
+            f"{layout.markers[0]} among them."
+        )

@@ -1,0 +1,1 @@
+"""How graph inputs and outputs that share a storage are passed as bytes."""

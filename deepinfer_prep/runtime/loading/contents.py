@@ -1,0 +1,122 @@
+"""What lies in a finished output, by its manifest and its headers, checked against one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from deepinfer_prep.errors import ManifestError
+from deepinfer_prep.files.checkpoint import WORKSPACE_NAME
+from deepinfer_prep.files.container import Header, TensorInfo, read_header
+from deepinfer_prep.manifest import Manifest, read_manifest
+from deepinfer_prep.planning.plan import MARKER
+from deepinfer_prep.planning.refusals import MANIFEST_NAME
+from deepinfer_prep.runtime.loading.byte_layout import Layout
+from deepinfer_prep.runtime.loading.dtypes import TORCH_DTYPES, torch_shape
+
+_VERIFY = "`deepinfer-prep verify` tells what is wrong with the folder; if it was changed, convert again."
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of the checkpoint: its torch dtype and shape, and where its bytes are."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    """Offset of its first byte in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def layout(self) -> Layout:
+        """Its bytes in the file."""
+        return Layout(self.start, self.shape, self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A finished output's manifest, and every tensor of its shards and its sidecar, in the order of the files."""
+
+    manifest: Manifest
+    tensors: Mapping[str, StoredTensor]
+
+
+def read_contents(folder: Path) -> Contents:
+    """Read the manifest and all headers.
+
+    Raises:
+        ManifestError: the folder is no finished output, one of another format, or its files are not those that
+            the manifest describes.
+        ContainerError: a file is damaged.
+    """
+    _refuse_unfinished(folder)
+    manifest = read_manifest(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for name in (*manifest.shards, *manifest.sidecar):
+        header = _read_header(folder, name, manifest)
+        tensors.update((info.name, _stored(folder, name, header, info)) for info in header.tensors)
+    _check_names(folder, manifest, tensors)
+    return Contents(manifest, tensors)
+
+
+def _refuse_unfinished(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ManifestError(f"{folder} is no folder. Give the output folder of `deepinfer-prep convert`.")
+    if (folder / WORKSPACE_NAME).exists() and not (folder / MANIFEST_NAME).exists():
+        raise ManifestError(
+            f"{folder} holds an unfinished conversion ({WORKSPACE_NAME} is there, {MANIFEST_NAME} is not). "
+            "Run the same `deepinfer-prep convert` again: it resumes."
+        )
+
+
+def _read_header(folder: Path, name: str, manifest: Manifest) -> Header:
+    path, record = folder / name, manifest.files.get(name)
+    if not path.exists():
+        raise ManifestError(f"{path} is missing, but {MANIFEST_NAME} names it. {_VERIFY}")
+    found = path.stat().st_size
+    if record is None or record.size != found:
+        expected = "no such file" if record is None else f"{record.size:,} bytes"
+        raise ManifestError(f"{path} has {found:,} bytes, but {MANIFEST_NAME} says {expected}. {_VERIFY}")
+    header = read_header(path)
+    if MARKER not in header.metadata:
+        raise ManifestError(
+            f"{path} does not carry the mark of a converted file, though {MANIFEST_NAME} names it: the original may "
+            f"have been copied over it. {_VERIFY}"
+        )
+    return header
+
+
+def _stored(folder: Path, file: str, header: Header, info: TensorInfo) -> StoredTensor:
+    dtype = TORCH_DTYPES.get(info.dtype)
+    if dtype is None:
+        raise ManifestError(f"{folder / file}: tensor {info.name!r} has the dtype {info.dtype}, which torch lacks.")
+    return StoredTensor(info.name, dtype, torch_shape(info.dtype, info.shape), file, header.data_start + info.start)
+
+
+def _check_names(folder: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> None:
+    absent = [name for name in _named_tensors(manifest) if name not in tensors]
+    if absent:
+        raise ManifestError(
+            f"{folder / MANIFEST_NAME} names {len(absent):,} tensors that no file holds, {absent[0]!r} among them. "
+            f"{_VERIFY}"
+        )
+
+
+def _named_tensors(manifest: Manifest) -> Iterator[str]:
+    for name, weight in manifest.weights.items():
+        yield name
+        yield weight.scale
+        if weight.kernel_scale is not None:
+            yield weight.kernel_scale
+    for name, split in manifest.split.items():
+        yield from (name, split.hi, split.lo)

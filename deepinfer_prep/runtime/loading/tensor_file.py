@@ -1,0 +1,156 @@
+"""One file of tensors: its bytes mapped into memory without a copy, or read into memory of the caller."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deepinfer_prep import fp8
+from deepinfer_prep.errors import PrepError
+from deepinfer_prep.files.storage import RangeReader
+from deepinfer_prep.runtime.loading.byte_layout import Region
+
+MOST_BUFFERS = 1024
+"""What one call reads into at most: Linux's IOV_MAX."""
+
+_AHEAD_BYTES = 1024 * 1024
+
+_MADV_POPULATE_READ = 22
+_MADV_HUGEPAGE = 14
+_MAP_NORESERVE = 0x4000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class TensorFile(RangeReader):
+    """Reads tensors of one file of `size` bytes; all methods may be called from several threads at once."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        super().__init__(path)
+        self._size = size
+        self._mapping: mmap.mmap | None = None
+        self._address = 0
+        self._lock = threading.Lock()
+
+    def view(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor over the file's own pages, with no byte read yet.
+
+        Writing to it copies the page first: the file never changes. It stays valid after `close`, but not when
+        something else cuts the file.
+        """
+        mapping = self._mapping or self._map(start, start + math.prod(shape) * dtype.itemsize)
+        return torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+
+    def populate(self, start: int, end: int) -> int:
+        """Bring the pages of some bytes into memory, so that a view of them is used without waiting.
+
+        Returns:
+            Bytes of those pages.
+
+        Raises:
+            PrepError: the file was cut, or the storage reported an error.
+        """
+        self._map(start, end)
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        length = end - first
+        read = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+        if _libc.madvise(self._address + first, length, _MADV_POPULATE_READ) == 0:
+            return read
+        code = ctypes.get_errno()
+        if code != errno.EINVAL:
+            raise PrepError(self._unreadable(start, end, os.strerror(code)))
+        # Linux before 5.14 has no such advice: one byte of each page brings it in as well.
+        np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(self._address + first))[:: mmap.PAGESIZE].max()
+        return read
+
+    def read_scattered(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill buffers one after the other, in one call where possible, from consecutive bytes.
+
+        Returns:
+            Bytes read.
+
+        Raises:
+            PrepError: the file ends before the last buffer is full.
+        """
+        expected = sum(len(buffer) for buffer in buffers)
+        done = os.preadv(self._fd, buffers, offset)
+        if done == expected:
+            return done
+        position = 0
+        for buffer in buffers:
+            missing = position + len(buffer) - done
+            if missing > 0:
+                rest = buffer[-missing:] if missing < len(buffer) else buffer
+                self.read_into(rest, offset + position + len(buffer) - len(rest))
+            position += len(buffer)
+        return expected
+
+    def read_region(self, region: Region, out: fp8.U8, scratch: fp8.U8) -> int:
+        """Read a region's runs, close together, into `out`.
+
+        Args:
+            out: `region.nbytes` bytes.
+            scratch: at least `region.span` bytes where the region is read whole.
+
+        Returns:
+            Bytes read, gaps included where they were.
+        """
+        if region.count == 1:
+            self.read_into(out.data, region.start)
+        elif region.is_read_whole:
+            self.read_into(scratch[: region.span].data, region.start)
+            shape, strides = (region.count, region.run), (region.stride, 1)
+            runs = np.lib.stride_tricks.as_strided(scratch, shape, strides)
+            np.copyto(out.reshape(shape), runs)
+        else:
+            self._read_runs(region, out)
+        return region.bytes_to_read
+
+    def _read_runs(self, region: Region, out: fp8.U8) -> None:
+        at_once = max(1, _AHEAD_BYTES // region.run)
+        for first in range(0, region.count, at_once):
+            numbers = range(first, min(first + at_once, region.count))
+            # Told of all of them first, the kernel reads many at a time from storage; alone, each would wait.
+            for number in numbers:
+                os.posix_fadvise(self._fd, region.start + number * region.stride, region.run, os.POSIX_FADV_WILLNEED)
+            for number in numbers:
+                run = out[number * region.run : (number + 1) * region.run]
+                self.read_into(run.data, region.start + number * region.stride)
+
+    def _map(self, start: int, end: int) -> mmap.mmap:
+        with self._lock:
+            if self._mapping is None:
+                if self.size() != self._size:
+                    raise PrepError(self._unreadable(start, end, f"it has {self.size():,} bytes now"))
+                # Private pages of a file that is larger than memory are refused unless nothing is reserved for them.
+                flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+                self._mapping = mmap.mmap(self._fd, self._size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                self._address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
+            return self._mapping
+
+    def _unreadable(self, start: int, end: int, reason: str) -> str:
+        return (
+            f"{self.path}: bytes {start:,} to {end:,} cannot be read ({reason}): the file was changed while it was "
+            "open, or its disk has a fault. `deepinfer-prep verify` tells what is wrong with the folder."
+        )
+
+
+def new_host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialized tensor to read into, in huge pages if it is large: filling it is twice as fast."""
+    tensor = torch.empty(shape, dtype=dtype)
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if length >= 4 * 1024 * 1024:
+        # Only advice: where it is not taken, memory comes in small pages.
+        _libc.madvise(first, length, _MADV_HUGEPAGE)
+    return tensor

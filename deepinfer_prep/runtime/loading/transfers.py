@@ -1,0 +1,189 @@
+"""Moving parts of tensors from files into memory: a plan of bounded steps that a few threads carry out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from deepinfer_prep import fp8
+from deepinfer_prep.runtime.loading.byte_layout import Layout, Region
+from deepinfer_prep.runtime.loading.slices import Bounds
+from deepinfer_prep.runtime.loading.tensor_file import MOST_BUFFERS, TensorFile
+
+LIMIT_BYTES = 8 * 1024 * 1024
+"""What one step reads into memory at most."""
+
+_POPULATE_BYTES = 64 * 1024 * 1024
+"""What one step brings in of mapped pages at most: a GB in the page cache takes a few milliseconds, so handing out
+steps must not cost more."""
+
+SCRATCH_BYTES = 2 * LIMIT_BYTES
+"""What a thread needs besides: one step's bytes, and the same again where gaps are read with them."""
+
+
+class Transfer(Protocol):
+    """One step; `nbytes` are the bytes that were asked for."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def run(self, scratch: fp8.U8) -> int:
+        """Carry it out, with `SCRATCH_BYTES` of memory to use, and return how many bytes were read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Populate:
+    """Bring mapped pages into memory."""
+
+    file: TensorFile
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    def run(self, scratch: fp8.U8) -> int:
+        return self.file.populate(self.start, self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Read consecutive bytes into memory that belongs to one or many tensors."""
+
+    file: TensorFile
+    start: int
+    buffers: tuple[fp8.U8, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(buffer) for buffer in self.buffers)
+
+    def run(self, scratch: fp8.U8) -> int:
+        return self.file.read_scattered([buffer.data for buffer in self.buffers], self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Read pieces of rows into contiguous memory."""
+
+    file: TensorFile
+    region: Region
+    out: fp8.U8
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.nbytes
+
+    def run(self, scratch: fp8.U8) -> int:
+        return self.file.read_region(self.region, self.out, scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Read through host memory into a tensor on another device, or one that is not contiguous."""
+
+    file: TensorFile
+    region: Region
+    out: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.nbytes
+
+    def run(self, scratch: fp8.U8) -> int:
+        staged, rest = scratch[: self.region.nbytes], scratch[LIMIT_BYTES:]
+        read = self.file.read_region(self.region, staged, rest)
+        # Codes travel as plain bytes: not every device copies every fp8 dtype.
+        out = self.out.view(torch.uint8) if self.out.element_size() == 1 else self.out
+        out.copy_(torch.from_numpy(staged).view(out.dtype).view(out.shape))
+        return read
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A tensor and the part of a stored tensor that fills it."""
+
+    file: TensorFile
+    layout: Layout
+    bounds: Bounds
+    out: torch.Tensor
+
+
+def populate_transfers(file: TensorFile, extents: Sequence[tuple[int, int]]) -> Iterator[Transfer]:
+    """Steps that bring (start, end) extents of a mapped file, in order, into memory; neighbours go together."""
+    # Little is cut small all the same, so that all threads have a part of it to wait for.
+    share = sum(end - start for start, end in extents) // 16
+    step = min(max(share, LIMIT_BYTES), _POPULATE_BYTES)
+    for first, last in _joined_extents(extents):
+        for start in range(first, last, step):
+            yield Populate(file, start, min(start + step, last))
+
+
+def fill_transfers(fills: Iterable[Fill]) -> Iterator[Transfer]:
+    """Steps that fill tensors; neighbours in a file are read together, so give them in the order of the file."""
+    waiting: list[Scatter] = []
+    for transfer in _separate(fills):
+        if not isinstance(transfer, Scatter):
+            yield transfer
+            continue
+        if waiting and not _can_join(waiting, transfer):
+            yield _joined(waiting)
+            waiting = []
+        waiting.append(transfer)
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined_extents(extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    first = last = 0
+    for start, end in extents:
+        if start > last:
+            yield first, last
+            first = start
+        last = max(last, end)
+    yield first, last
+
+
+def _separate(fills: Iterable[Fill]) -> Iterator[Transfer]:
+    for fill in fills:
+        is_direct = fill.out.device.type == "cpu" and fill.out.is_contiguous()
+        for region, bounds in fill.layout.pieces(fill.bounds, LIMIT_BYTES):
+            part = _part(fill, bounds)
+            if not is_direct:
+                yield Stage(fill.file, region, part)
+            elif region.count == 1:
+                yield Scatter(fill.file, region.start, (_bytes(part),))
+            else:
+                yield Gather(fill.file, region, _bytes(part))
+
+
+def _can_join(waiting: list[Scatter], next_one: Scatter) -> bool:
+    first, last = waiting[0], waiting[-1]
+    end = next_one.start + next_one.nbytes
+    return (
+        last.file is next_one.file
+        and last.start + last.nbytes == next_one.start
+        and end - first.start <= LIMIT_BYTES
+        and len(waiting) < MOST_BUFFERS
+    )
+
+
+def _joined(waiting: list[Scatter]) -> Scatter:
+    return Scatter(waiting[0].file, waiting[0].start, tuple(buffer for one in waiting for buffer in one.buffers))
+
+
+def _part(fill: Fill, bounds: Bounds) -> torch.Tensor:
+    if bounds == fill.bounds:
+        return fill.out
+    narrowed = zip(bounds, fill.bounds, strict=True)
+    return fill.out[tuple(slice(start - base, stop - base) for (start, stop), (base, _) in narrowed)]
+
+
+def _bytes(tensor: torch.Tensor) -> fp8.U8:
+    # Not reshape: a contiguous tensor may have axes of one element with any stride.
+    flat: fp8.U8 = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return flat

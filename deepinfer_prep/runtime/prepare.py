@@ -1,0 +1,107 @@
+"""What the kernels take, attached to the weights of a model in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from deepinfer_prep.errors import RefusedError
+from deepinfer_prep.kernel_scale import NoKernelScaleError
+from deepinfer_prep.runtime import held_tensors, kernel_scales, neuron, settings
+from deepinfer_prep.runtime.rescaling.byte_spans import spans_of
+from deepinfer_prep.runtime.rescaling.rescale import holds_misread
+
+log = logging.getLogger(__name__)
+
+WEIGHT, SCALE, BLOCK_SCALE = "_nki_weight", "_nki_scale", "_nki_block_scale"
+FP4_DTYPES = (torch.int8, torch.float4_e2m1fn_x2)
+
+
+def prepare_model(model: nn.Module) -> int:
+    """Attach kernel scales and byte views to every e4m3 and fp4 weight whose scales fit the kernels.
+
+    e4m3 weights are float8_e4m3fn [n, k] or [e, n, k], fp4 weights int8 [n, k/2] or [e, n, k/2] with two e2m1
+    values a byte. A weight gets `_nki_weight`, its bytes as a uint8 tensor over the same memory, and either
+    `_nki_scale`, uint8 e8m0 [..., ceil(n/32), ceil(k/32)] (fp4: [..., n, k/32]), or, where its scales stand for
+    128x128 blocks and are no powers of two, `_nki_block_scale`, float32 [..., ceil(n/128), ceil(k/128)].
+
+    Scales are found as `rescale_fp8_weights` finds them. Weights that get none are logged with the reason. Call
+    it after rescaling, after moving the model to its device, and again when weights were loaded anew.
+    Does nothing with `DEEPINFER_NEURON_FP8_MAX=448`: kernels read the hardware's e4m3.
+
+    Returns:
+        How many weights are prepared.
+
+    Raises:
+        RefusedError: e4m3 weights hold codes above 240, which kernels would read as infinity or NaN.
+    """
+    if settings.leaves_e4m3fn():
+        return 0
+    prepared, misread, reasons = 0, [], dict[str, list[str]]()
+    for name, weight, scale in _quantized_weights(model):
+        try:
+            if _is_misread(weight):
+                misread.append(name)
+            elif scale is not None:
+                attach(weight, scale)
+            prepared += 1
+        except NoKernelScaleError as error:
+            reasons.setdefault(str(error), []).append(name)
+    if misread:
+        raise RefusedError((_misread_refusal(misread),))
+    for reason, names in reasons.items():
+        log.warning("no kernel for %d weights, %s among them: %s", len(names), names[0], reason)
+    return prepared
+
+
+def attach(weight: torch.Tensor, scale: torch.Tensor) -> None:
+    """Attach `_nki_weight` and the kernel scale that follows from `scale` to one weight.
+
+    Raises:
+        NoKernelScaleError: the weight or its scale is of no form that a kernel takes.
+    """
+    for attribute in (WEIGHT, SCALE, BLOCK_SCALE):
+        if hasattr(weight, attribute):
+            delattr(weight, attribute)
+    if weight.dim() not in (2, 3) or weight.numel() == 0:
+        raise NoKernelScaleError(f"a weight of shape {list(weight.shape)} is no matrix or stack of matrices")
+    if not weight.is_contiguous():
+        raise NoKernelScaleError("the weight is not row-major in memory, and a copy would not be the same storage")
+    derive = kernel_scales.e2m1_scales if weight.dtype in FP4_DTYPES else kernel_scales.e4m3_scales
+    found = derive(weight, scale)
+    setattr(weight, WEIGHT, weight.detach().view(torch.uint8))
+    if found.e8m0 is not None:
+        setattr(weight, SCALE, found.e8m0)
+    else:
+        setattr(weight, BLOCK_SCALE, found.block128)
+
+
+def _quantized_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """Every e4m3 and fp4 weight once, with the scale to prepare it from; None where it came prepared."""
+    seen = set()
+    for held in held_tensors.held_tensors(model):
+        weight = held.tensor
+        if weight.dtype not in (torch.float8_e4m3fn, *FP4_DTYPES) or not held.scales or id(weight) in seen:
+            continue
+        seen.add(id(weight))
+        yield held.name, weight, held_tensors.main_scale(held)
+
+
+def _is_misread(weight: torch.Tensor) -> bool:
+    if weight.device.type == "meta":
+        raise NoKernelScaleError("the weight is on the meta device; load it first")
+    if weight.dtype != torch.float8_e4m3fn or not holds_misread(spans_of(weight)):
+        return False
+    if neuron.computes_in_e4m3():
+        return True
+    raise NoKernelScaleError(f"the kernels read e4m3 up to 240, and on {neuron.chip()} weights keep e4m3fn codes above")
+
+
+def _misread_refusal(names: list[str]) -> str:
+    return (
+        f"{len(names)} fp8 weights hold codes above 240, {names[0]} among them: kernels would read those as infinity "
+        "or NaN. Call rescale_fp8_weights(model) first, or load a prepared checkpoint."
+    )

@@ -1,0 +1,95 @@
+"""Runs independent pieces of work on a few threads, each with one reusable buffer."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
+from typing import TypeVar
+
+from deepinfer_prep import fp8
+from deepinfer_prep.errors import PrepError
+from deepinfer_prep.writing.output_bytes import new_buffer
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+DEFAULT_CHUNK_BYTES = 8 * 1024 * 1024
+SEGMENT_BYTES = 64 * 1024 * 1024
+"""Unit of work, of digests and of resuming: a segment is this many bytes of one output file."""
+
+QUEUE_DEPTH = 8
+"""Segments handed out ahead, so that threads stay busy while the caller commits results."""
+
+
+def default_workers() -> int:
+    """Twice the processors that this process may use, up to 8: half of the threads wait for the disk."""
+    return min(8, 2 * len(os.sched_getaffinity(0)))
+
+
+def run_parallel(
+    items: Iterable[Item], work: Callable[[Item, fp8.U8], Result], workers: int, chunk_size: int
+) -> Generator[Result, None, None]:
+    """Yield work(item, buffer) for every item, in the order of completion.
+
+    At most `workers` buffers of `chunk_size` bytes exist. The first error stops the hand-out of items and is
+    raised after the pieces that are under way have ended and their results were yielded.
+    """
+    local = threading.local()
+
+    def with_buffer(item: Item) -> Result:
+        if not hasattr(local, "buffer"):
+            local.buffer = new_buffer(chunk_size)
+        return work(item, local.buffer)
+
+    source = iter(items)
+    executor = ThreadPoolExecutor(workers)
+    try:
+        pending: set[Future[Result]] = set()
+        while True:
+            ahead = max(2 * workers, QUEUE_DEPTH) - len(pending)
+            for item in islice(source, ahead):
+                pending.add(_submit(executor, with_buffer, item))
+            if not pending:
+                return
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            failed = [future for future in done if future.exception() is not None]
+            if failed:
+                executor.shutdown(wait=True, cancel_futures=True)
+                done |= {future for future in pending if not future.cancelled()}
+            # What has succeeded is not lost with what has failed.
+            yield from (future.result() for future in done if future.exception() is None)
+            for future in failed:
+                future.result()
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _submit(executor: ThreadPoolExecutor, work: Callable[[Item], Result], item: Item) -> Future[Result]:
+    try:
+        return executor.submit(work, item)
+    except RuntimeError as error:
+        raise PrepError(f"the system starts no more threads ({error}). Use fewer --workers.") from None
+
+
+def segments(size: int) -> Iterator[tuple[int, int]]:
+    """The (start, end) byte ranges of a file's segments; an empty file has one empty segment."""
+    for start in range(0, max(size, 1), SEGMENT_BYTES):
+        yield start, min(start + SEGMENT_BYTES, size)
+
+
+def interleave(sources: Iterable[Iterable[Item]], width: int) -> Iterator[Item]:
+    """Take from `width` sources in turn; when one is at its end the next takes its place."""
+    waiting = map(iter, sources)
+    current = deque(islice(waiting, width))
+    while current:
+        source = current.popleft()
+        try:
+            yield next(source)
+        except StopIteration:
+            current.extendleft(islice(waiting, 1))
+        else:
+            current.append(source)

@@ -1,0 +1,179 @@
+"""Computes any byte range of an output file from its source: the one place where operations meet bytes.
+
+A range may begin and end anywhere, also inside a multi-byte scale: the source is then read a few bytes wider.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deepinfer_prep import fp8
+from deepinfer_prep.errors import ConversionError
+from deepinfer_prep.files.container import DTYPE_BITS, TensorInfo
+from deepinfer_prep.files.storage import DIRECT_BYTES, RangeReader
+from deepinfer_prep.planning.plan import Operation, OutputFile, Run
+
+SLACK_BYTES = 8
+"""A range is widened to whole elements, which are at most 8 bytes long."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What halving met in the source: counts, and the NaN codes of each tensor that has any."""
+
+    counts: fp8.CodeCounts = field(default_factory=fp8.CodeCounts)
+    nan_codes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Tally) -> None:
+        """Add the counts of another range."""
+        self.counts += other.counts
+        for name, count in other.nan_codes.items():
+            self.nan_codes[name] = self.nan_codes.get(name, 0) + count
+
+
+def new_buffer(chunk_size: int) -> fp8.U8:
+    """A buffer for chunks of at most `chunk_size` bytes.
+
+    Chunks start at its byte `DIRECT_BYTES`, which is aligned in memory as direct writes demand; what lies
+    around a chunk is room for widening.
+    """
+    size = DIRECT_BYTES + max(chunk_size, 8) + SLACK_BYTES
+    memory = np.empty(size + DIRECT_BYTES, dtype=np.uint8)
+    aligned = -memory.ctypes.data % DIRECT_BYTES
+    return memory[aligned : aligned + size]
+
+
+def output_chunks(
+    file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally | None
+) -> Iterator[tuple[int, fp8.U8]]:
+    """Yield (offset, bytes) pieces that tile start..end of the output file; count into `tally` if there is one.
+
+    Each piece is valid until the next one is asked for. All but the last are multiples of `DIRECT_BYTES` long,
+    or of 8 bytes in a buffer smaller than that.
+
+    Raises:
+        ConversionError: a scale has no finite double.
+        PrepError, OSError: the source cannot be read.
+    """
+    room = buffer.size - DIRECT_BYTES - SLACK_BYTES
+    step = room // DIRECT_BYTES * DIRECT_BYTES or room // 8 * 8
+    for position in range(start, end, step):
+        yield position, _fill(file, source, position, min(position + step, end), buffer, tally)
+
+
+def tensor_at(file: OutputFile, offset: int) -> TensorInfo:
+    """The tensor that holds a byte of the data section."""
+    return file.tensors[bisect_right(file.tensors, offset, key=lambda tensor: tensor.start) - 1]
+
+
+def describe_element(file: OutputFile, offset: int) -> str:
+    """File, tensor and element index of a byte of the data section, for messages."""
+    tensor = tensor_at(file, offset)
+    element = (offset - tensor.start) * 8 // DTYPE_BITS[tensor.dtype]
+    return f"{file.source}: tensor {tensor.name!r}: element {element:,}"
+
+
+def _fill(file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally | None) -> fp8.U8:
+    """Bytes start..end of the output file, put together at byte `DIRECT_BYTES` of the buffer."""
+    header = np.frombuffer(file.header, dtype=np.uint8)[start:end]
+    buffer[DIRECT_BYTES : DIRECT_BYTES + header.size] = header
+    data_start, data_end = start + header.size - len(file.header), end - len(file.header)
+    if data_start < data_end:
+        _transform(file, source, data_start, data_end, buffer[DIRECT_BYTES - SLACK_BYTES + header.size :], tally)
+    return buffer[DIRECT_BYTES : DIRECT_BYTES + end - start]
+
+
+def _transform(
+    file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally | None
+) -> None:
+    """Compute bytes start..end of the data section at byte `SLACK_BYTES` of the buffer."""
+    first = bisect_right(file.runs, start, key=lambda run: run.start) - 1
+    low = start - (start - file.runs[first].start) % file.runs[first].operation.element_bytes
+    high = _widen_end(file, end)
+    chunk = buffer[SLACK_BYTES - (start - low) :][: high - low]
+    source.read_into(chunk.data, file.source_start + low)
+    for position in range(first, len(file.runs)):
+        run = file.runs[position]
+        if run.start >= high:
+            break
+        begin = max(run.start, low)
+        _apply(file, run, begin, chunk[begin - low : min(run.end, high) - low], tally)
+
+
+def _widen_end(file: OutputFile, end: int) -> int:
+    run = file.runs[bisect_right(file.runs, end - 1, key=lambda run: run.start) - 1]
+    return end + -(end - run.start) % run.operation.element_bytes
+
+
+def _apply(file: OutputFile, run: Run, begin: int, piece: fp8.U8, tally: Tally | None) -> None:
+    if run.operation is Operation.COPY:
+        return
+    if run.operation is Operation.HALVE:
+        if tally is not None:
+            _count(file, begin, piece, tally)
+        fp8.halve(piece, piece)
+        return
+    if run.operation is Operation.COPY_FP8:
+        _check_unscaled(file, begin, piece, tally)
+        return
+    try:
+        double(run.operation, piece)
+    except fp8.NoExactResultError as error:
+        offset = begin + error.index * run.operation.element_bytes
+        raise ConversionError(
+            f"{describe_element(file, offset)} {error.problem}: the scale cannot be doubled exactly. "
+            "A scale like this is damaged or was never set; fetch the file again or repair the checkpoint."
+        ) from None
+
+
+def _check_unscaled(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally | None) -> None:
+    """Count NaN codes, which mean the same on the hardware, and stop at the first code that does not."""
+    if not fp8.has_high_codes(piece):
+        return
+    misread = np.flatnonzero(np.isin(piece, fp8.MISREAD_CODES))
+    if misread.size:
+        code = int(piece[misread[0]])
+        raise ConversionError(
+            f"{describe_element(file, begin + int(misread[0]))} is the fp8 code 0x{code:02x} "
+            f"({fp8.decode_e4m3fn(code):g}), which the hardware reads as infinity or NaN, and the tensor has no scale "
+            "that could be doubled for it: it cannot be copied as it is. Use a checkpoint that has the scale, or this "
+            "tensor in bf16."
+        )
+    if tally is not None:
+        _count_nan(file, begin, piece, tally)
+
+
+def double(operation: Operation, scales: fp8.U8) -> None:
+    """Double the raw bytes of scales in place, by one of the doubling operations.
+
+    Raises:
+        NoExactResultError: a value has no finite double.
+    """
+    if operation is Operation.DOUBLE_E8M0:
+        fp8.double_e8m0(scales, scales)
+    else:
+        fp8.double_float(scales, operation.value.removeprefix("double "), scales)
+
+
+def _count(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally) -> None:
+    counts = fp8.count_codes(piece)
+    tally.counts += fp8.CodeCounts(counts.rounded, 0, counts.misread)
+    if counts.nan:
+        _count_nan(file, begin, piece, tally)
+
+
+def _count_nan(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally) -> None:
+    """Count NaN codes, in all and by tensor."""
+    position = begin
+    while position < begin + piece.size:
+        tensor = tensor_at(file, position)
+        upto = min(tensor.end, begin + piece.size)
+        nan = fp8.count_codes(piece[position - begin : upto - begin]).nan
+        tally.counts += fp8.CodeCounts(nan=nan)
+        if nan:
+            tally.nan_codes[tensor.name] = tally.nan_codes.get(tensor.name, 0) + nan
+        position = upto

@@ -1,0 +1,164 @@
+"""The sidecar: bf16 halves of split matrices and derived kernel scales, computed from the main shards.
+
+`convert` computes it from the shards it has just written and `verify` from the ones it finds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from deepinfer_prep import fp8
+from deepinfer_prep.files.container import TensorInfo, encode_header
+from deepinfer_prep.files.storage import Readers
+from deepinfer_prep.kernel_scale import DerivedScale, NoKernelScaleError, derive
+
+MAX_FILE_BYTES = 4 * 1024**3
+_CHUNK_BYTES = 4 * 1024 * 1024
+
+HI_SUFFIX, LO_SUFFIX, KERNEL_SCALE_SUFFIX = ".hi", ".lo", ".nki_scale"
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a tensor's bytes lie: a file, the offset of its data section, and the tensor's own offsets."""
+
+    path: Path
+    data_start: int
+    tensor: TensorInfo
+
+
+def read_stored(location: Location, start: int, stop: int, readers: Readers) -> fp8.U8:
+    """The bytes start..stop of a tensor.
+
+    Raises:
+        PrepError, OSError: its file cannot be read.
+    """
+    buffer = np.empty(stop - start, dtype=np.uint8)
+    readers.get(location.path).read_into(buffer.data, location.data_start + location.tensor.start + start)
+    return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One bf16 half of an fp32 matrix."""
+
+    source: Location
+    which: Literal["hi", "lo"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelScale:
+    """A kernel scale derived from a stored, already doubled scale."""
+
+    source: Location
+    plan: DerivedScale
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarTensor:
+    """One tensor of the sidecar and where its values come from."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    origin: Half | KernelScale
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarFile:
+    """One file of the sidecar: its header and its tensors in the order of their bytes."""
+
+    name: str
+    header: bytes
+    tensors: tuple[SidecarTensor, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+
+
+def halves(name: str, source: Location) -> tuple[SidecarTensor, SidecarTensor]:
+    """The two sidecar tensors of a split matrix."""
+    shape, nbytes = source.tensor.shape, source.tensor.elements * 2
+    return (
+        SidecarTensor(name + HI_SUFFIX, "BF16", shape, nbytes, Half(source, "hi")),
+        SidecarTensor(name + LO_SUFFIX, "BF16", shape, nbytes, Half(source, "lo")),
+    )
+
+
+def kernel_scale(weight: str, source: Location, plan: DerivedScale, readers: Readers) -> SidecarTensor | str:
+    """The sidecar tensor of a derived kernel scale, or the reason why the scale's values allow none."""
+    tensor = SidecarTensor(weight + KERNEL_SCALE_SUFFIX, "U8", plan.shape, plan.nbytes, KernelScale(source, plan))
+    try:
+        for _ in tensor_chunks(tensor, readers):
+            pass
+    except NoKernelScaleError as error:
+        return str(error)
+    return tensor
+
+
+def tensor_chunks(tensor: SidecarTensor, readers: Readers) -> Iterator[fp8.U8]:
+    """Yield a sidecar tensor's bytes in order, a few megabytes at a time.
+
+    Raises:
+        NoKernelScaleError: the scale's values have no kernel form.
+        NoExactResultError: a matrix holds a value that is not finite in bf16.
+    """
+    source = tensor.origin.source
+    if isinstance(tensor.origin, KernelScale):
+        yield from derive(tensor.origin.plan, lambda start, stop: read_stored(source, start, stop, readers))
+        return
+    position = 0 if tensor.origin.which == "hi" else 1
+    for start in range(0, source.tensor.nbytes, _CHUNK_BYTES):
+        raw = read_stored(source, start, min(start + _CHUNK_BYTES, source.tensor.nbytes), readers)
+        yield fp8.split_hi_lo(raw.view("<f4"))[position].view(np.uint8)
+
+
+def file_chunks(file: SidecarFile) -> Iterator[fp8.U8]:
+    """Yield all bytes of a sidecar file in order."""
+    yield np.frombuffer(file.header, dtype=np.uint8)
+    with closing(Readers()) as readers:
+        for tensor in file.tensors:
+            yield from tensor_chunks(tensor, readers)
+
+
+def lay_out(tensors: Iterable[SidecarTensor], metadata: Mapping[str, str], name_prefix: str) -> list[SidecarFile]:
+    """Distribute tensors over files of at most 4 GiB, the 2-byte ones first so that all lie aligned."""
+    ordered = sorted(tensors, key=lambda tensor: (tensor.dtype != "BF16", tensor.name))
+    groups: list[list[SidecarTensor]] = []
+    room = 0
+    for tensor in ordered:
+        if not groups or tensor.nbytes > room:
+            groups.append([])
+            room = MAX_FILE_BYTES
+        groups[-1].append(tensor)
+        room -= tensor.nbytes
+    names = [f"{name_prefix}{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    return [
+        SidecarFile(name, encode_header(_infos(group), metadata), tuple(group))
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def index_json(files: Iterable[SidecarFile]) -> bytes:
+    """The sidecar's own index, of the form that safetensors indexes have."""
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return json.dumps(index, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def _infos(tensors: Iterable[SidecarTensor]) -> Iterator[TensorInfo]:
+    position = 0
+    for tensor in tensors:
+        yield TensorInfo(tensor.name, tensor.dtype, tensor.shape, position, position + tensor.nbytes)
+        position += tensor.nbytes

@@ -1,0 +1,129 @@
+"""GEMM for few rows of x: codes go to TensorE as they are, and each block's partial sums are scaled in fp32.
+
+This spares the pass over the weights that dequantizing takes. x is spread into a column for each block, so that one
+matmul leaves the partial sums of all blocks of a k tile side by side; as long as that makes at most 64 columns, TensorE
+is no slower for it.
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from .engine_balance import SHORTEST, charge_scalar, charge_vector, vector_is_free_first
+from .tiles import BANK_FP32, TILES_PER_BANK, P, k_groups, k_tiles, transpose_weights
+
+
+def spread_blocks(moving: nl.ndarray, k: int, blocks: int, unit: float) -> nl.ndarray:
+    """Activations with a column for each scale block of a k tile: bf16 [128, k tiles * halves, 2, blocks, m].
+
+    moving is plane_view's result. Column (block, row) holds `unit` (a power of two) times the row's values on the
+    block's partitions and zeros elsewhere.
+    """
+    _, tiles, halves, m, planes = moving.shape
+    flat = moving.flatten_dims(1, 2).permute((0, 1, 3, 2))
+    spread = nl.ndarray((P, tiles * halves, planes, blocks, m), dtype=nl.bfloat16, buffer=nl.sbuf)
+    mask = _block_mask(blocks, unit)
+    for group in k_groups(k, P * halves * planes, tiles):
+        first = group[0] * halves
+        end = first + group[1] * halves
+        partitions = group[2]
+        for block in range(blocks * partitions // P):
+            nisa.tensor_scalar(
+                dst=spread[0:partitions, first:end, :, block, :],
+                data=flat[0:partitions, first:end, :, :],
+                op0=nl.multiply,
+                operand0=mask[0:partitions, block : block + 1],
+                engine=nisa.engine.vector if block % 2 == 0 else nisa.engine.scalar,
+            )
+    return spread
+
+
+def _block_mask(blocks: int, unit: float) -> nl.ndarray:
+    """fp32 [128, blocks]: `unit` where the partition belongs to the block, else 0."""
+    identity = nl.shared_identity_matrix(blocks, dtype=nl.float32)
+    bank = nl.ndarray((P, blocks), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_transpose(dst=bank, data=identity.expand_dim(2).broadcast(2, P // blocks))
+    mask = nl.ndarray((P, blocks), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=mask, data=bank, op0=nl.multiply, operand0=unit, engine=nisa.engine.vector)
+    return mask
+
+
+def transpose_codes(tile: nl.ndarray, k: int, spent: list[int]) -> nl.ndarray:
+    """e4m3 codes with k on partitions: [128, k tiles of 256, rows a partition, 2 * row partitions] in SBUF.
+
+    The two codes of a pair lie side by side. VectorE copies two-byte elements out of PSUM at twice its rate.
+    """
+    rows, per_partition, _ = tile.shape
+    pairs = nl.ndarray((P, k_tiles(k, 2 * P), per_partition, rows), dtype=nl.bfloat16, buffer=nl.sbuf)
+    for group in k_groups(k, 2 * P, TILES_PER_BANK // per_partition):
+        bank = transpose_weights(tile, group)
+        elements = group[1] * per_partition * rows
+        first_free = vector_is_free_first(spent, max(SHORTEST, elements // 2), max(SHORTEST, elements))
+        nisa.tensor_copy(
+            dst=pairs[0 : group[2], group[0] : group[0] + group[1]],
+            src=bank,
+            engine=nisa.engine.vector if first_free else nisa.engine.scalar,
+        )
+    return pairs.view(nl.float8_e4m3)
+
+
+def multiply_partial(
+    y: nl.ndarray, planes: list[nl.ndarray], scales: nl.ndarray, spread: nl.ndarray, k: int, spent: list[int]
+) -> None:
+    """y fp32 [rows, m] in SBUF = the sum over blocks of scale times partial sum.
+
+    planes: the codes of each plane of a k tile, [128, k tiles, rows]; scales fp32 [rows, blocks of k]; spread as
+    spread_blocks returns it.
+    """
+    rows, m = y.shape
+    per_tile = spread.shape[3]
+    halves = len(planes) // 2
+    width = len(planes) * P
+    scaled = nl.ndarray((rows, m, scales.shape[1]), dtype=nl.float32, buffer=nl.sbuf)
+    for group in k_groups(k, width, BANK_FP32 // (per_tile * m)):
+        tiles = group[1]
+        partitions = group[2]
+        blocks = per_tile * partitions // P
+        partial = nl.ndarray((rows, tiles, blocks, m), dtype=nl.float32, buffer=nl.psum)
+        for index in range(tiles):
+            tile = group[0] + index
+            for plane in range(len(planes)):
+                nisa.nc_matmul(
+                    dst=partial[:, index],
+                    stationary=planes[plane][0:partitions, tile, :],
+                    moving=spread[0:partitions, tile * halves + plane // 2, plane % 2, 0:blocks, :],
+                    accumulate=plane > 0,
+                )
+        first = group[0] * per_tile
+        columns = tiles * blocks
+        nisa.tensor_tensor(
+            dst=scaled[:, :, first : first + columns],
+            data1=partial.reshape((rows, columns, m)).permute((0, 2, 1)),
+            data2=scales[:, first : first + columns].expand_dim(1).broadcast(1, m),
+            op=nl.multiply,
+        )
+        charge_vector(spent, columns * m)
+    _sum_blocks(y, scaled, spent)
+
+
+def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray, spent: list[int]) -> None:
+    """y fp32 [rows, m] = the sum of scaled fp32 [rows, m, blocks].
+
+    VectorE sums all rows of x at once, ScalarE one an instruction, and then reads its accumulators. The two may add in
+    another order, so the choice depends on the shape alone: one core and two must agree bit for bit.
+    """
+    rows, m, blocks = scaled.shape
+    if blocks < SHORTEST:
+        nisa.tensor_reduce(dst=y, op=nl.add, data=scaled, axis=2)
+        charge_vector(spent, m * blocks)
+        return
+    unused = nl.ndarray((rows, blocks), dtype=nl.float32, buffer=nl.sbuf)
+    for row in range(m):
+        nisa.activation(
+            dst=unused,
+            op=nl.copy,
+            data=scaled[:, row, :],
+            reduce_op=nl.add,
+            reduce_res=y[:, row : row + 1],
+            reduce_cmd=nisa.reduce_cmd.reset_reduce,
+        )
+        charge_scalar(spent, blocks + SHORTEST)

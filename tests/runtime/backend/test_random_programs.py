@@ -1,0 +1,77 @@
+"""Random programs: compiled and eager agree bit for bit on every result and every input, or it is refused.
+
+DEEPINFER_BACKEND_PROGRAMS=2000 sets how many are tried; with `pytest -s` the outcome is printed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._dynamo.exc import BackendCompilerFailed
+
+from deepinfer_prep.runtime.backend.errors import LegalizationError
+from tests.runtime.backend.harness import assert_same
+from tests.runtime.backend.programs import STATEMENTS, Draw, arguments, grow
+
+COUNT = int(os.environ.get("DEEPINFER_BACKEND_PROGRAMS", "20"))
+OUTCOMES: Counter[str] = Counter()
+
+statement = st.tuples(st.integers(0, len(STATEMENTS) - 1), st.integers(0, 11), st.integers(0, 11), st.integers(0, 8))
+
+
+def outcome(draws: list[Draw]) -> str:
+    """How a program ends: equal, or refused with the reason."""
+    torch._dynamo.reset()
+    program = grow(draws)
+    function = program.function()
+    eager_args, compiled_args = arguments(), arguments()
+    expected = function(**eager_args)
+    try:
+        actual = torch.compile(function, backend="deepinfer_neuron")(**compiled_args)
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, LegalizationError):
+            return f"refused: {error.inner_exception}".splitlines()[0]
+        raise
+    try:
+        assert_same(expected, actual)
+        assert_same(eager_args, compiled_args)
+    except AssertionError as error:
+        raise AssertionError(f"{program.source}\n{error}") from error
+    return "equal"
+
+
+@settings(
+    max_examples=COUNT,
+    deadline=None,
+    derandomize="DEEPINFER_BACKEND_PROGRAMS" not in os.environ,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(st.lists(statement, min_size=2, max_size=14))
+@pytest.mark.timeout(36000)
+def test_random_programs(draws: list[Draw]) -> None:
+    found = outcome(draws)
+    OUTCOMES[found] += 1
+    # Only writes into what overlaps in memory, as expanded tensors do, may be refused.
+    assert found == "equal" or "elements overlap in memory" in found, found
+
+
+def test_they_were_tried() -> None:
+    """After the test above, in the order of this file."""
+    print(f"{sum(OUTCOMES.values())} random programs: {dict(OUTCOMES.most_common())}")
+    assert OUTCOMES["equal"] >= 0.9 * COUNT
+
+
+def test_every_statement_occurs() -> None:
+    """Each on its own, so that none is dead weight: it compiles to what eager computes."""
+    for start in range(0, len(STATEMENTS), 12):
+        # The operands are those of the inputs that most statements accept.
+        draws = [(kind, 1, 1, 1) for kind in range(start, min(start + 12, len(STATEMENTS)))]
+        assert outcome(draws) == "equal"
+    accepted = sum(len(grow([(kind, 1, 1, 1)]).lines) for kind in range(len(STATEMENTS)))
+    assert accepted >= 0.75 * len(STATEMENTS)
