@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from deepinfer_prep.errors import PrepError, RefusedError
     from deepinfer_prep.inspect import Inspection, inspect_checkpoint
     from deepinfer_prep.options import Options
-    from deepinfer_prep.progress import Progress
     from deepinfer_prep.verify import VerificationResult, verify_checkpoint
+    from deepinfer_prep.workers import Progress
 
 __all__ = [
     "ConversionResult",
@@ -39,7 +39,7 @@ _HOMES = {
     "Inspection": "inspect",
     "Options": "options",
     "PrepError": "errors",
-    "Progress": "progress",
+    "Progress": "workers",
     "RefusedError": "errors",
     "VerificationResult": "verify",
     "convert_checkpoint": "convert",

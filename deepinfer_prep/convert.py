@@ -14,15 +14,16 @@ import numpy as np
 from deepinfer_prep import fp8
 from deepinfer_prep._version import __version__
 from deepinfer_prep.errors import RefusedError
-from deepinfer_prep.files.checkpoint import FileState, open_checkpoint
+from deepinfer_prep.files.checkpoint import open_checkpoint
+from deepinfer_prep.files.container import Location
 from deepinfer_prep.files.digests import SegmentDigests
+from deepinfer_prep.files.source_files import FileState
 from deepinfer_prep.files.storage import RangeWriter
 from deepinfer_prep.manifest import Counts, FileRecord, Manifest, WeightRecord
+from deepinfer_prep.naming import SIDECAR_INDEX
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import Plan, plan_conversion
-from deepinfer_prep.planning.refusals import SIDECAR_INDEX
-from deepinfer_prep.progress import Meter, ProgressCallback
-from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, default_workers
+from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, default_workers
 from deepinfer_prep.writing import sidecar
 from deepinfer_prep.writing.finish import Derived, build_manifest, derive_all, sidecar_files
 from deepinfer_prep.writing.journal import Journal, is_same_run, read_done, read_identity
@@ -30,7 +31,6 @@ from deepinfer_prep.writing.output_bytes import Tally
 from deepinfer_prep.writing.preflight import ALL_FP8, check_values, explain_unscaled, scan_codes
 from deepinfer_prep.writing.publication import publish, resume_publication
 from deepinfer_prep.writing.segment_writer import Execution, check_unchanged
-from deepinfer_prep.writing.sidecar import Location
 from deepinfer_prep.writing.workspace import Workspace, check_separate, check_sources_outside, check_space, check_usable
 
 

@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import stringzilla
 
+from deepinfer_prep.quantized import FLOAT_DTYPES
+
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 F32 = npt.NDArray[np.float32]
@@ -27,7 +29,7 @@ FP8_MAX = 224
 """Largest magnitude that a halved weight holds: 448 / 2, inside the hardware's 240."""
 
 NAN_CODES = (0x7F, 0xFF)
-MISREAD_CODES = tuple(range(0x78, 0x7F)) + tuple(range(0xF8, 0xFF))
+ABOVE_240_CODES = tuple(range(0x78, 0x7F)) + tuple(range(0xF8, 0xFF))
 """Finite e4m3fn codes (256..448) that the hardware's e4m3 reads as infinity or NaN."""
 ROUNDED_CODES = tuple(range(0x01, 0x10, 2)) + tuple(range(0x81, 0x90, 2))
 """The 16 odd codes below 2^-5 whose half lies between two codes; everything else halves exactly."""
@@ -74,7 +76,7 @@ def _marks(codes: tuple[int, ...]) -> bytes:
 
 
 # Tables: code -> 1 where it belongs to the class, so that the sum of the looked-up bytes counts them.
-_ROUNDED, _NAN, _MISREAD = _marks(ROUNDED_CODES), _marks(NAN_CODES), _marks(MISREAD_CODES)
+_ROUNDED, _NAN, _ABOVE_240 = _marks(ROUNDED_CODES), _marks(NAN_CODES), _marks(ABOVE_240_CODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,24 @@ def halve(codes: U8, out: U8) -> None:
     _translate(codes, HALVE, out)
 
 
-def double_e8m0(codes: U8, out: U8) -> None:
-    """Write the double of every e8m0 byte of `codes` to `out` (same length, contiguous; may be `codes`).
+def double(values: U8, dtype: str, out: U8) -> None:
+    """Write twice every element of `values` to `out`; exact, subnormals included.
+
+    Args:
+        values: raw little-endian bytes of whole elements, contiguous.
+        dtype: "F64", "F32", "F16" or "BF16"; every other name stands for e8m0 bytes.
+        out: as long as `values`, contiguous; may be `values`.
 
     Raises:
-        NoExactResultError: a byte is 254 (2^127 cannot be doubled) or 255 (NaN); `out` is then unspecified.
+        NoExactResultError: an element is NaN or infinite, or has no finite double; `out` is then unspecified.
     """
+    if dtype in FLOAT_DTYPES:
+        _double_floats(values, dtype, out)
+    else:
+        _double_exponents(values, out)
+
+
+def _double_exponents(codes: U8, out: U8) -> None:
     if codes.size and int(codes.max()) >= 254:
         index = int(np.argmax(codes >= 254))
         found = "255 (NaN)" if codes[index] == 255 else "254 (2^127)"
@@ -122,17 +136,7 @@ def double_e8m0(codes: U8, out: U8) -> None:
     _translate(codes, DOUBLE_E8M0, out)
 
 
-def double_float(values: U8, dtype: str, out: U8) -> None:
-    """Write twice every float of `values` to `out`; exact, subnormals included.
-
-    Args:
-        values: raw little-endian bytes of whole elements, contiguous.
-        dtype: "F32", "F16", "BF16" or "F64".
-        out: as long as `values`; may be `values`.
-
-    Raises:
-        NoExactResultError: an element is NaN or infinite, or its double is infinite.
-    """
+def _double_floats(values: U8, dtype: str, out: U8) -> None:
     floats = widen(values, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         doubled = floats + floats
@@ -160,7 +164,7 @@ def count_codes(codes: U8) -> CodeCounts:
     for start in range(0, codes.size, PIECE_BYTES):
         piece = codes[start : start + PIECE_BYTES]
         found = scratch[: piece.size]
-        total += CodeCounts(_sum(piece, _ROUNDED, found), _sum(piece, _NAN, found), _sum(piece, _MISREAD, found))
+        total += CodeCounts(_sum(piece, _ROUNDED, found), _sum(piece, _NAN, found), _sum(piece, _ABOVE_240, found))
     return total
 
 

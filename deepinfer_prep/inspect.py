@@ -11,8 +11,7 @@ from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.kernel_scale import PlannedWeight
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import Plan, plan_conversion
-from deepinfer_prep.progress import ProgressCallback
-from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, default_workers
+from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, ProgressCallback, default_workers
 from deepinfer_prep.writing.preflight import find_problems, find_unsafe, scan_codes
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepinfer_prep import fp8
-from deepinfer_prep.families.protocol import FLOAT_DTYPES, Element, QuantizedWeight, grid_shape, matrix_shape
 from deepinfer_prep.files.checkpoint import Checkpoint
-from deepinfer_prep.files.container import TensorInfo, tensor_nbytes
+from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.quantized import FLOAT_DTYPES, Element, QuantizedWeight, grid_shape, matrix_shape, tensor_nbytes
 
 KERNEL_BLOCK = 32
 KERNEL_ROWS, KERNEL_COLUMNS = 32, 128
@@ -93,7 +93,7 @@ def plan_kernel_scale(quantized: QuantizedWeight, weight: TensorInfo, scale: Ten
     if quantized.block is None:
         return KernelScalePlan(reason=quantized.block_problem or "nothing states the block size")
     kernel_block = (1, KERNEL_BLOCK) if quantized.element == "e2m1" else (KERNEL_BLOCK, KERNEL_BLOCK)
-    rows, columns = matrix_shape(weight, quantized.element)
+    rows, columns = matrix_shape(weight.shape, quantized.element)
     kernel_shape = (*weight.shape[:-2], *grid_shape(rows, columns, kernel_block))
     if quantized.block == kernel_block and scale.dtype in _E8M0_DTYPES and scale.shape == kernel_shape:
         return KernelScalePlan(stored=True)
@@ -113,7 +113,7 @@ def plan_kernel_scale(quantized: QuantizedWeight, weight: TensorInfo, scale: Ten
 
 def is_outside_kernels(weight: TensorInfo, element: Element) -> bool:
     """Whether no GEMM kernel takes a weight of this shape, whatever its scale."""
-    rows, columns = matrix_shape(weight, element)
+    rows, columns = matrix_shape(weight.shape, element)
     return rows % KERNEL_ROWS != 0 or columns % KERNEL_COLUMNS != 0
 
 

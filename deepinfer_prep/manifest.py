@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_prep.errors import ManifestError
-from deepinfer_prep.families.protocol import Element
-from deepinfer_prep.planning.refusals import MANIFEST_NAME
+from deepinfer_prep.naming import MANIFEST_NAME
+from deepinfer_prep.quantized import Element
 
 FORMAT_VERSION = 1
 

@@ -21,12 +21,12 @@ from deepinfer_prep.checking.sidecar import check_sidecar
 from deepinfer_prep.checking.structure import OpenOutput, check_output
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.files.checkpoint import open_checkpoint
+from deepinfer_prep.files.segments import segments
 from deepinfer_prep.manifest import Manifest, read_manifest
+from deepinfer_prep.naming import MANIFEST_NAME
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import OutputFile, Plan, plan_conversion
-from deepinfer_prep.planning.refusals import MANIFEST_NAME
-from deepinfer_prep.progress import Meter, ProgressCallback
-from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, default_workers, run_parallel, segments
+from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, default_workers, run_parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Runs independent pieces of work on a few threads, each with one reusable buffer."""
+"""Runs independent pieces of work on a few threads, each with one reusable buffer, and tells how far it is."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import PrepError
-from deepinfer_prep.writing.output_bytes import new_buffer
+from deepinfer_prep.files.segments import new_buffer
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 DEFAULT_CHUNK_BYTES = 8 * 1024 * 1024
-SEGMENT_BYTES = 64 * 1024 * 1024
-"""Unit of work, of digests and of resuming: a segment is this many bytes of one output file."""
-
 QUEUE_DEPTH = 8
 """Segments handed out ahead, so that threads stay busy while the caller commits results."""
 
@@ -75,12 +73,6 @@ def _submit(executor: ThreadPoolExecutor, work: Callable[[Item], Result], item: 
         raise PrepError(f"the system starts no more threads ({error}). Use fewer --workers.") from None
 
 
-def segments(size: int) -> Iterator[tuple[int, int]]:
-    """The (start, end) byte ranges of a file's segments; an empty file has one empty segment."""
-    for start in range(0, max(size, 1), SEGMENT_BYTES):
-        yield start, min(start + SEGMENT_BYTES, size)
-
-
 def interleave(sources: Iterable[Iterable[Item]], width: int) -> Iterator[Item]:
     """Take from `width` sources in turn; when one is at its end the next takes its place."""
     waiting = map(iter, sources)
@@ -93,3 +85,29 @@ def interleave(sources: Iterable[Iterable[Item]], width: int) -> Iterator[Item]:
             current.extendleft(islice(waiting, 1))
         else:
             current.append(source)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """`done` of `total` bytes of a stage such as "convert"."""
+
+    stage: str
+    done: int
+    total: int
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class Meter:
+    """Adds up the bytes of one stage and reports each step."""
+
+    def __init__(self, callback: ProgressCallback | None, stage: str, total: int) -> None:
+        self._callback, self._stage, self._total, self._done = callback, stage, total, 0
+        self.add(0)
+
+    def add(self, count: int) -> None:
+        """Report `count` more bytes."""
+        self._done += count
+        if self._callback is not None:
+            self._callback(Progress(self._stage, self._done, self._total))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_prep.files.container import DTYPE_BITS
+from deepinfer_prep.quantized import DTYPES
 
 Tensor = tuple[str, tuple[int, ...], "bytes | int"]
 """dtype, shape, and the raw bytes or one byte that fills the tensor."""
@@ -25,7 +25,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, st
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     body = bytearray()
     for name, (dtype, shape, content) in tensors.items():
-        size = math.prod(shape) * DTYPE_BITS[dtype] // 8
+        size = math.prod(shape) * DTYPES[dtype].bits // 8
         data = content if isinstance(content, bytes) else bytes([content]) * size
         assert len(data) == size, name
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(body), len(body) + size]}

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer_prep import kernel_scale
-from deepinfer_prep.families.protocol import Element, QuantizedWeight, grid_shape
-from deepinfer_prep.files.container import TensorInfo, tensor_nbytes
+from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.kernel_scale import DerivedScale, NoKernelScaleError, derive, is_outside_kernels, plan_kernel_scale
+from deepinfer_prep.quantized import Element, QuantizedWeight, grid_shape, tensor_nbytes
 
 Block = tuple[int, int]
 Bytes = npt.NDArray[np.uint8]

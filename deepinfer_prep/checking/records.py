@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.checking.structure import OpenOutput
 from deepinfer_prep.manifest import Manifest
+from deepinfer_prep.naming import MANIFEST_NAME, SIDECAR_INDEX
 from deepinfer_prep.planning.plan import Plan
-from deepinfer_prep.planning.refusals import MANIFEST_NAME, SIDECAR_INDEX
 from deepinfer_prep.writing.finish import derive_all, sidecar_files
 
 

@@ -10,11 +10,10 @@ import numpy as np
 from deepinfer_prep import fp8
 from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.checking.structure import OpenOutput
-from deepinfer_prep.families.protocol import FLOAT_DTYPES
-from deepinfer_prep.files.container import DTYPE_BITS
+from deepinfer_prep.files.container import Location, read_stored
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.manifest import Manifest
-from deepinfer_prep.writing.sidecar import Location, read_stored
+from deepinfer_prep.quantized import DTYPES, FLOAT_DTYPES
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 
@@ -29,7 +28,7 @@ def check_scales(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]
 
 
 def _check_scale(location: Location, readers: Readers) -> Iterator[Difference]:
-    item = DTYPE_BITS[location.tensor.dtype] // 8
+    item = DTYPES[location.tensor.dtype].bits // 8
     for start in range(0, location.tensor.nbytes, _CHUNK_BYTES):
         raw = read_stored(location, start, min(start + _CHUNK_BYTES, location.tensor.nbytes), readers)
         bad = ~_finite(raw, location.tensor.dtype)

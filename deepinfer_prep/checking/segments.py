@@ -15,9 +15,10 @@ from deepinfer_prep import fp8
 from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.files.checkpoint import Shard
-from deepinfer_prep.files.container import DTYPE_BITS, TensorInfo
+from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.files.storage import RangeReader
 from deepinfer_prep.planning.plan import OutputFile
+from deepinfer_prep.quantized import DTYPES
 from deepinfer_prep.writing.output_bytes import output_chunks
 
 
@@ -111,7 +112,7 @@ def _at(check: SegmentCheck, offset: int, problem: str) -> Difference:
         return Difference(check.name, f"byte {offset:,}: {problem}")
     position = offset - check.shard.header.data_start
     tensor = check.shard.header.tensors[_tensor_position(check.shard, position)]
-    return Difference(check.name, problem, tensor.name, (position - tensor.start) * 8 // DTYPE_BITS[tensor.dtype])
+    return Difference(check.name, problem, tensor.name, (position - tensor.start) * 8 // DTYPES[tensor.dtype].bits)
 
 
 def _tensor_position(shard: Shard, offset: int) -> int:
@@ -128,7 +129,7 @@ def _check_codes(check: SegmentCheck, offset: int, found: fp8.U8, findings: Segm
         if counts.nan:
             findings.nan_codes[tensor.name] = findings.nan_codes.get(tensor.name, 0) + counts.nan
         if counts.misread:
-            index = int(np.flatnonzero(np.isin(codes, fp8.MISREAD_CODES))[0])
+            index = int(np.flatnonzero(np.isin(codes, fp8.ABOVE_240_CODES))[0])
             problem = f"the code 0x{int(codes[index]):02x} lies above 240: the hardware reads it as infinity or NaN"
             findings.differences.append((Difference(check.name, problem, tensor.name, first + index), counts.misread))
 

@@ -10,13 +10,14 @@ import numpy as np
 from deepinfer_prep import fp8
 from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.checking.structure import OpenOutput
-from deepinfer_prep.families.protocol import QuantizedWeight
+from deepinfer_prep.files.container import Location, read_stored
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.kernel_scale import NoKernelScaleError, plan_kernel_scale
 from deepinfer_prep.manifest import Manifest, WeightRecord
-from deepinfer_prep.planning.refusals import MANIFEST_NAME
+from deepinfer_prep.naming import MANIFEST_NAME
+from deepinfer_prep.quantized import QuantizedWeight
 from deepinfer_prep.writing import sidecar
-from deepinfer_prep.writing.sidecar import Location, SidecarTensor
+from deepinfer_prep.writing.sidecar import SidecarTensor
 
 
 def check_sidecar(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]:
@@ -66,7 +67,7 @@ def _compare(found: Location, expected: SidecarTensor, beside: Readers, main: Re
     position, item = 0, max(1, expected.nbytes // max(1, found.tensor.elements))
     try:
         for chunk in sidecar.tensor_chunks(expected, main):
-            actual = sidecar.read_stored(found, position, position + chunk.size, beside)
+            actual = read_stored(found, position, position + chunk.size, beside)
             if not np.array_equal(actual, chunk):
                 first = (position + int(np.flatnonzero(actual != chunk)[0])) // item
                 yield Difference(file, "is not what the main shards give", name, first)

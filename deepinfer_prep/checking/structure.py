@@ -8,12 +8,11 @@ from pathlib import Path
 
 from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.errors import CheckpointError, ContainerError
-from deepinfer_prep.families.protocol import Element
-from deepinfer_prep.files.checkpoint import INDEX_SUFFIX, SHARD_SUFFIX, Shard, check_index, read_index, read_shard
+from deepinfer_prep.files.checkpoint import Shard, check_index, read_index, read_shard
+from deepinfer_prep.files.container import Location
 from deepinfer_prep.manifest import Manifest
-from deepinfer_prep.planning.plan import MARKER
-from deepinfer_prep.planning.refusals import MANIFEST_NAME, SIDECAR_INDEX
-from deepinfer_prep.writing.sidecar import Location
+from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, MARKER, SHARD_SUFFIX, SIDECAR_INDEX
+from deepinfer_prep.quantized import Element
 
 _WEIGHT_DTYPES: Mapping[Element, tuple[str, ...]] = {"e4m3": ("F8_E4M3",), "e2m1": ("I8", "U8")}
 

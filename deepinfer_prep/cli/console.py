@@ -18,7 +18,7 @@ import click
 from deepinfer_prep.errors import PrepError, RefusedError
 
 if TYPE_CHECKING:
-    from deepinfer_prep.progress import Progress, ProgressCallback
+    from deepinfer_prep.workers import Progress, ProgressCallback
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130

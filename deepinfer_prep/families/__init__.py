@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from importlib import import_module
 
 from deepinfer_prep.families.combine import merge
-from deepinfer_prep.families.protocol import Family, Layout, QuantizedWeight
+from deepinfer_prep.families.protocol import Family, Layout
 from deepinfer_prep.families.user_map import map_scales
 from deepinfer_prep.files.checkpoint import Checkpoint
+from deepinfer_prep.quantized import QuantizedWeight
 
 __all__ = ["FAMILIES", "Family", "Layout", "QuantizedWeight", "read_layout"]
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from deepinfer_prep.families.protocol import FLOAT_DTYPES, QuantizedWeight, fp8_names
+from deepinfer_prep.families.protocol import fp8_names
 from deepinfer_prep.files.checkpoint import Checkpoint
+from deepinfer_prep.quantized import FLOAT_DTYPES, QuantizedWeight
 
 _OF_A_MODULE = ("input_scale", "activation_scale", "act_scale", "output_scale", "scale_input")
 _ALONE = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "qscale_act")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepinfer_prep.families.protocol import Element, grid_shape, matrix_shape
 from deepinfer_prep.families.quantization_config import Block
 from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.quantized import Element, grid_shape, matrix_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def per_tensor(weight: TensorInfo, scale: TensorInfo, element: Element = "e4m3")
     """The block of a scale that is one value, or one value a matrix of a stack."""
     if len(weight.shape) < 2 or not (scale.elements == 1 or scale.shape == (*weight.shape[:-2], 1, 1)):
         return None
-    rows, columns = matrix_shape(weight, element)
+    rows, columns = matrix_shape(weight.shape, element)
     return Blocks((max(1, rows), max(1, columns)))
 
 
@@ -48,7 +48,7 @@ def per_row(weight: TensorInfo, scale: TensorInfo, element: Element = "e4m3") ->
     """The block of a scale [..., rows, 1], or [rows] where that cannot mean columns."""
     if len(weight.shape) < 2:
         return None
-    rows, columns = matrix_shape(weight, element)
+    rows, columns = matrix_shape(weight.shape, element)
     if scale.shape == (*weight.shape[:-1], 1) or (scale.shape == (rows,) == weight.shape[:-1] and rows != columns):
         return Blocks((1, max(1, columns)))
     return None
@@ -58,14 +58,14 @@ def fits(weight: TensorInfo, scale: TensorInfo, element: Element, block: Block) 
     """Whether a scale tensor has exactly the grid that these blocks give, leading axes included."""
     if len(weight.shape) < 2 or len(scale.shape) != len(weight.shape):
         return False
-    return scale.shape == (*weight.shape[:-2], *grid_shape(*matrix_shape(weight, element), block))
+    return scale.shape == (*weight.shape[:-2], *grid_shape(*matrix_shape(weight.shape, element), block))
 
 
 def grid_problem(weight: TensorInfo, scale: TensorInfo, element: Element, block: Block) -> str:
     """The sentence for a grid that is not what the stated blocks give."""
     if len(weight.shape) < 2:
         return not_a_matrix(weight).problem
-    expected = [*weight.shape[:-2], *grid_shape(*matrix_shape(weight, element), block)]
+    expected = [*weight.shape[:-2], *grid_shape(*matrix_shape(weight.shape, element), block)]
     return (
         f"blocks of {block[0]}x{block[1]} are stated and give a grid of {expected}, but the scale has "
         f"{list(scale.shape)}"

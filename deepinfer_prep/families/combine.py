@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deepinfer_prep.families.activation_scales import find_activation_scales
-from deepinfer_prep.families.protocol import Layout, QuantizedWeight, Unpaired, fp8_names
+from deepinfer_prep.families.protocol import Layout, Unpaired, fp8_names
 from deepinfer_prep.files.checkpoint import Checkpoint
+from deepinfer_prep.quantized import QuantizedWeight
 
 UNKNOWN = "unknown"
 

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from deepinfer_prep.families.block_size import Blocks, fits, grid_problem, not_a_matrix
 from deepinfer_prep.families.names import appended, beside
 from deepinfer_prep.families.pairing import pair_weights
-from deepinfer_prep.families.protocol import FP8_DTYPE, Family, Layout
+from deepinfer_prep.families.protocol import Family, Layout
 from deepinfer_prep.families.quantization_config import as_block
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.quantized import FP8_DTYPE
 
 Scheme = Mapping[str, Any]
 """The `weights` arguments of one group of the config."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from deepinfer_prep.families.block_size import fits
 from deepinfer_prep.families.names import beside
-from deepinfer_prep.families.protocol import FLOAT_DTYPES, Family, Layout, QuantizedWeight, Unpaired, fp8_names
+from deepinfer_prep.families.protocol import Family, Layout, Unpaired, fp8_names
 from deepinfer_prep.families.quantization_config import Block, stated_block
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.quantized import FLOAT_DTYPES, QuantizedWeight
 
 _FORMAT_BLOCK = (128, 128)
 

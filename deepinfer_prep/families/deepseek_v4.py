@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 from deepinfer_prep.families.block_size import fits, grid_problem, not_a_matrix
 from deepinfer_prep.families.names import beside
-from deepinfer_prep.families.protocol import Element, Family, Layout, QuantizedWeight
+from deepinfer_prep.families.protocol import Family, Layout
 from deepinfer_prep.families.quantization_config import Block, stated_block
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.quantized import Element, QuantizedWeight
 
 _ELEMENTS: dict[str, Element] = {"F8_E4M3": "e4m3", "I8": "e2m1"}
 _FORMAT_BLOCKS = ((32, 32), (128, 128))

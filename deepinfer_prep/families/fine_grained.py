@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from deepinfer_prep.families.block_size import fits, known_blocks
 from deepinfer_prep.families.names import appended
 from deepinfer_prep.families.pairing import pair_weights
-from deepinfer_prep.families.protocol import Family, Layout, QuantizedWeight
+from deepinfer_prep.families.protocol import Family, Layout
 from deepinfer_prep.families.quantization_config import stated_block, states_exponents
 from deepinfer_prep.files.checkpoint import Checkpoint
+from deepinfer_prep.quantized import QuantizedWeight
 
 _FP4_BLOCK = (1, 32)
 

@@ -13,10 +13,11 @@ from typing import Any
 from deepinfer_prep.families.block_size import Blocks, fits, grid_problem, not_a_matrix, per_tensor
 from deepinfer_prep.families.names import appended
 from deepinfer_prep.families.pairing import pair_weights
-from deepinfer_prep.families.protocol import Family, Layout, QuantizedWeight, Unpaired, grid_shape
+from deepinfer_prep.families.protocol import Family, Layout, Unpaired
 from deepinfer_prep.families.quantization_config import Block, side_file
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.quantized import QuantizedWeight, grid_shape
 
 _MIXED = "MIXED_PRECISION"
 _SUFFIXES = ("_scale", "_scale_inv")

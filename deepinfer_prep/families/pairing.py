@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from deepinfer_prep.families.block_size import Blocks
-from deepinfer_prep.families.protocol import FLOAT_DTYPES, QuantizedWeight, Unpaired, fp8_names
+from deepinfer_prep.families.protocol import Unpaired, fp8_names
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.quantized import FLOAT_DTYPES, QuantizedWeight
 
 ScaleName = Callable[[str], str | None]
 """Weight name -> the name that its scale would have; None for names that are not of the family."""

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from deepinfer_prep.files.checkpoint import Checkpoint
-from deepinfer_prep.files.container import TensorInfo
-
-Element = Literal["e4m3", "e2m1"]
-
-FP8_DTYPE = "F8_E4M3"
-FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """A weight with the scale that multiplies it.
-
-    `block` is how many rows and logical columns one scale value covers; None where neither the format nor
-    the config says it, or where they disagree, with the sentence in `block_problem`. `no_kernel_scale` is
-    the family's own reason why no kernel takes this weight; empty for a GEMM weight.
-    """
-
-    weight: str
-    scale: str
-    element: Element
-    block: tuple[int, int] | None
-    block_problem: str = ""
-    no_kernel_scale: str = ""
+from deepinfer_prep.quantized import FP8_DTYPE, QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +50,3 @@ class Family(Protocol):
 def fp8_names(checkpoint: Checkpoint) -> list[str]:
     """The names of all F8_E4M3 tensors, in the checkpoint's order: what every pairing starts from."""
     return [name for name, tensor in checkpoint.tensors.items() if tensor.dtype == FP8_DTYPE]
-
-
-def matrix_shape(weight: TensorInfo, element: Element) -> tuple[int, int]:
-    """Rows and logical columns of a weight's last two axes; an e2m1 byte holds two columns."""
-    rows, columns = weight.shape[-2:]
-    return rows, columns * 2 if element == "e2m1" else columns
-
-
-def grid_shape(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
-    """How many scale values a matrix has: one for each block, edge blocks included."""
-    return math.ceil(rows / block[0]), math.ceil(columns / block[1])

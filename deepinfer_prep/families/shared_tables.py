@@ -6,8 +6,9 @@ import re
 
 from deepinfer_prep.families.block_size import known_blocks
 from deepinfer_prep.families.pairing import pair_weights
-from deepinfer_prep.families.protocol import FP8_DTYPE, Family, Layout
+from deepinfer_prep.families.protocol import Family, Layout
 from deepinfer_prep.files.checkpoint import Checkpoint
+from deepinfer_prep.quantized import FP8_DTYPE
 
 _PART = re.compile(r"(?P<table>.+)\.(?:shards\.|shard_)\d+\.weight", re.DOTALL)
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from deepinfer_prep.families.block_size import Blocks, fits, grid_problem, per_row, per_tensor
 from deepinfer_prep.families.pairing import scale_problem
-from deepinfer_prep.families.protocol import Family, Layout, QuantizedWeight, Unpaired, fp8_names
+from deepinfer_prep.families.protocol import Family, Layout, Unpaired, fp8_names
 from deepinfer_prep.families.quantization_config import as_block
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.quantized import QuantizedWeight
 
 _DATA, _SCALE = "_qdata", "_scale"
 _MULTIPLYING = ("Float8Tensor", "MXTensor")

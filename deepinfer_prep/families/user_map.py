@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from deepinfer_prep.families.block_size import known_blocks
 from deepinfer_prep.families.pairing import scale_problem
 from deepinfer_prep.families.patterns import compile_pattern, fill_pattern
-from deepinfer_prep.families.protocol import Layout, QuantizedWeight, fp8_names
+from deepinfer_prep.families.protocol import Layout, fp8_names
 from deepinfer_prep.families.quantization_config import stated_block, states_exponents
 from deepinfer_prep.files.checkpoint import Checkpoint
+from deepinfer_prep.quantized import QuantizedWeight
 
 NAME = "map"
 

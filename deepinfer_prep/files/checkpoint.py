@@ -5,57 +5,21 @@ Only headers and small JSON files are read. A checkpoint that contradicts itself
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepinfer_prep.errors import CheckpointError
-from deepinfer_prep.files.container import LFS_START, Header, TensorInfo, read_header
-
-INDEX_SUFFIX = ".safetensors.index.json"
-SHARD_SUFFIX = ".safetensors"
-PREFERRED_INDEX = "model" + INDEX_SUFFIX
-
-WORKSPACE_NAME = ".deepinfer-prep"
-"""Folder inside an output that holds a run until it is complete."""
-DISCARDED_NAME = ".deepinfer-prep.done"
-"""What that folder is called while it is being removed."""
-
-_SKIPPED = frozenset({".cache", ".git", ".huggingface", "__pycache__", WORKSPACE_NAME, DISCARDED_NAME})
-_PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".lock")
-_CONTROL_FILE_SUFFIX = ".aria2"
-_LARGEST_LFS_POINTER = 1024
-_DEEPEST_FOLDER = 64
-_OTHER_WEIGHT_SUFFIXES = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
-
+from deepinfer_prep.files.container import Header, TensorInfo, read_header
+from deepinfer_prep.files.source_files import FileState, OtherFile, check_is_text, exists, find_others
+from deepinfer_prep.naming import INDEX_SUFFIX, PREFERRED_INDEX, SHARD_SUFFIX, WORKSPACE_NAME
 
 # Multimodal models nest the language model's config; old compressed-tensors releases wrote another key.
 _NESTED_CONFIGS = ("text_config", "language_config", "llm_config")
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-
-
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """What tells whether a file is still the one that was planned with."""
-
-    size: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, path: Path) -> FileState:
-        """The state of a file now; links are followed."""
-        return cls.from_status(path.stat())
-
-    @classmethod
-    def from_status(cls, status: os.stat_result) -> FileState:
-        """The state that the file system tells."""
-        return cls(status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +30,6 @@ class Shard:
     path: Path
     state: FileState
     header: Header
-
-
-@dataclass(frozen=True, slots=True)
-class OtherFile:
-    """A file that is copied as it is; `name` is its path relative to the checkpoint."""
-
-    name: str
-    path: Path
-    state: FileState
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +72,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Give the folder of a checkpoint, or one .safetensors file.")
     if not path.is_dir():
-        _check_is_text(path.name, path.parent)
+        check_is_text(path.name, path.parent)
         return _assemble(path.parent, [read_shard(path)], _read_config(path.parent), (), [])
     if (path / WORKSPACE_NAME / "journal").exists():
         raise CheckpointError(
@@ -132,7 +87,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if weight_map is not None and index_name is not None:
         check_index(path / index_name, weight_map, shards)
         warnings += _check_total_size(path / index_name, shards)
-    others, other_warnings = _find_others(path, set(names))
+    others, other_warnings = find_others(path, set(names))
     return _assemble(path, shards, _read_config(path), others, warnings + other_warnings)
 
 
@@ -199,7 +154,7 @@ def _shard_names(folder: Path, weight_map: Mapping[str, str] | None) -> list[str
             )
         return names
     counts = Counter(weight_map.values())
-    missing = [name for name in sorted(counts) if not _exists(folder / name)]
+    missing = [name for name in sorted(counts) if not exists(folder / name)]
     if missing:
         listed = "; ".join(f"{name} named by the index ({_tensors(counts[name])}) is missing" for name in missing[:10])
         raise CheckpointError(
@@ -264,104 +219,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object. Fetch it again.")
     return value
-
-
-def _exists(path: Path) -> bool:
-    """Whether a path leads to something; False as well for a name that no file can have."""
-    try:
-        path.stat()
-    except ValueError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
-            raise
-        return False
-    return True
-
-
-def _find_others(folder: Path, shard_names: set[str]) -> tuple[tuple[OtherFile, ...], list[str]]:
-    others: list[OtherFile] = []
-    left_out: list[str] = []
-    for name, path in _walk(folder, "", frozenset({folder.resolve()})):
-        _check_is_text(name, folder)
-        _check_no_download_goes_on(name, folder, shard_names)
-        if name in shard_names:
-            continue
-        if not _exists(path):
-            raise CheckpointError(f"{path} is a link to a file that is not there. Fetch it again, or remove the link.")
-        if name.endswith((SHARD_SUFFIX, *_PARTIAL_SUFFIXES)) or not stat.S_ISREG(path.stat().st_mode):
-            left_out.append(name)
-        else:
-            others.append(OtherFile(name, path, FileState.of(path)))
-    return tuple(others), _other_warnings(others, left_out)
-
-
-def _check_is_text(name: str, folder: Path) -> None:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise CheckpointError(
-            f"{folder} holds a file whose name is not valid UTF-8, {name!r}: the output's manifest could not name it. "
-            "Rename or remove it."
-        ) from None
-
-
-def _check_no_download_goes_on(name: str, folder: Path, shard_names: set[str]) -> None:
-    unfinished = name.removesuffix(_CONTROL_FILE_SUFFIX)
-    if unfinished in shard_names - {name}:
-        raise CheckpointError(
-            f"{folder / name} says that the download of {unfinished} beside it is not finished: parts of it may still "
-            f"be zeros. Finish the download, or remove {name} if it is."
-        )
-
-
-def _walk(folder: Path, prefix: str, above: frozenset[Path], linked: bool = False) -> Iterator[tuple[str, Path]]:
-    """Files below a folder, by relative name; links to folders are followed unless they lead upwards."""
-    if len(above) > _DEEPEST_FOLDER:
-        raise CheckpointError(f"{folder} lies more than {_DEEPEST_FOLDER} folders deep. Move it out of the checkpoint.")
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        path = folder / entry.name
-        if entry.name in _SKIPPED:
-            continue
-        if not path.is_dir():
-            yield prefix + entry.name, path
-        elif path.resolve() not in above:
-            if linked and entry.is_symlink():
-                raise CheckpointError(
-                    f"{path} is a link to a folder inside a linked folder: a few of these can multiply to millions of "
-                    "files. Replace one of the links by the folder itself."
-                )
-            yield from _walk(path, f"{prefix}{entry.name}/", above | {path.resolve()}, linked or entry.is_symlink())
-
-
-def _other_warnings(others: list[OtherFile], left_out: list[str]) -> list[str]:
-    warnings = [f"{name} is not copied: {_why_left_out(name)}." for name in left_out]
-    weights = [other for other in others if other.name.endswith(_OTHER_WEIGHT_SUFFIXES)]
-    if weights:
-        size = sum(other.state.size for other in weights)
-        warnings.append(
-            f"{len(weights)} files that may hold a second copy of the weights are copied as they are "
-            f"({size / 1e9:,.1f} GB), {weights[0].name} among them; remove them from the source if nobody needs them."
-        )
-    pointers = [other.name for other in others if _is_lfs_pointer(other)]
-    if pointers:
-        warnings.append(
-            f"{len(pointers)} files are Git LFS pointers and are copied as such, {pointers[0]} among them: the real "
-            "files were not downloaded. Run `git lfs pull` in the checkpoint's folder first if anybody needs them."
-        )
-    return warnings
-
-
-def _is_lfs_pointer(other: OtherFile) -> bool:
-    if not len(LFS_START) < other.state.size < _LARGEST_LFS_POINTER:
-        return False
-    with other.path.open("rb") as file:
-        return file.read(len(LFS_START)) == LFS_START
-
-
-def _why_left_out(name: str) -> str:
-    if name.endswith(SHARD_SUFFIX):
-        return "the index does not name it, and unconverted fp8 must not lie beside converted shards"
-    if name.endswith(_PARTIAL_SUFFIXES):
-        return "it is what an unfinished download leaves"
-    return "it is a pipe, socket or device"

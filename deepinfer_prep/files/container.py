@@ -15,18 +15,13 @@ from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
+from deepinfer_prep import fp8
 from deepinfer_prep.errors import ContainerError
-from deepinfer_prep.files.storage import RangeReader
-
-DTYPE_BITS: Mapping[str, int] = {
-    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
-    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
-    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
-}  # fmt: skip
-"""Bits of one element for every dtype of safetensors 0.8."""
+from deepinfer_prep.files.storage import RangeReader, Readers
+from deepinfer_prep.quantized import DTYPES
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library itself."""
@@ -73,6 +68,26 @@ class Header:
     def data_size(self) -> int:
         """Bytes of the data section."""
         return self.tensors[-1].end if self.tensors else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a tensor's bytes lie: a file, the offset of its data section, and the tensor's own offsets."""
+
+    path: Path
+    data_start: int
+    tensor: TensorInfo
+
+
+def read_stored(location: Location, start: int, stop: int, readers: Readers) -> fp8.U8:
+    """The bytes start..stop of a tensor.
+
+    Raises:
+        PrepError, OSError: its file cannot be read.
+    """
+    buffer = np.empty(stop - start, dtype=np.uint8)
+    readers.get(location.path).read_into(buffer.data, location.data_start + location.tensor.start + start)
+    return buffer
 
 
 def read_header(path: Path) -> Header:
@@ -122,11 +137,6 @@ def encode_header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) ->
 
 def _encode_metadata(metadata: Mapping[str, str]) -> str:
     return json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)
-
-
-def tensor_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Size in bytes of a tensor whose elements fill whole bytes."""
-    return math.prod(shape) * DTYPE_BITS[dtype] // 8
 
 
 def _read_header_text(file: RangeReader, size: int) -> bytearray:
@@ -231,10 +241,10 @@ def _parse_tensor(name: str, entry: Any, path: str) -> TensorInfo:
             f"found {_short(entry)}."
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
-    if bits is None:
+    known = DTYPES.get(dtype) if isinstance(dtype, str) else None
+    if known is None:
         raise ContainerError(
-            f"{path}: tensor {name!r} has the unknown dtype {_short(dtype)}; known are {', '.join(DTYPE_BITS)}."
+            f"{path}: tensor {name!r} has the unknown dtype {_short(dtype)}; known are {', '.join(DTYPES)}."
         )
     if not isinstance(shape, list) or not isinstance(offsets, list) or not _are_sizes(shape, offsets):
         raise ContainerError(
@@ -242,7 +252,7 @@ def _parse_tensor(name: str, entry: Any, path: str) -> TensorInfo:
             f"shape {_short(shape)}, offsets {_short(offsets)}."
         )
     start, end = offsets
-    size_bits = _checked_bits(shape, bits)
+    size_bits = _checked_bits(shape, known.bits)
     if size_bits is None or size_bits % 8 or size_bits // 8 != end - start:
         takes = "more than 2^64 bits" if size_bits is None else f"{size_bits / 8:,.10g} bytes"
         raise ContainerError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import xxhash
 
 from deepinfer_prep import fp8
+from deepinfer_prep.files import segments
 from deepinfer_prep.files.storage import RangeReader, RangeWriter
-from deepinfer_prep.workers import SEGMENT_BYTES
 
 
 class SegmentDigests:
@@ -15,7 +15,7 @@ class SegmentDigests:
     def __init__(self) -> None:
         self._finished: list[str] = []
         self._current = xxhash.xxh3_128()
-        self._room = SEGMENT_BYTES
+        self._room = segments.SEGMENT_BYTES
 
     def update(self, data: fp8.U8) -> None:
         """Add the next bytes of the file."""
@@ -27,11 +27,11 @@ class SegmentDigests:
             if self._room == 0:
                 self._finished.append(self._current.hexdigest())
                 self._current = xxhash.xxh3_128()
-                self._room = SEGMENT_BYTES
+                self._room = segments.SEGMENT_BYTES
 
     def digests(self) -> tuple[str, ...]:
         """One digest a segment, in hex; an empty file has the digest of no bytes."""
-        if self._room == SEGMENT_BYTES and self._finished:
+        if self._room == segments.SEGMENT_BYTES and self._finished:
             return tuple(self._finished)
         return (*self._finished, self._current.hexdigest())
 

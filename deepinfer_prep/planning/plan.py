@@ -7,7 +7,7 @@ a plan is a sorted list of runs, and only headers change. Nothing here reads ten
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,45 +16,43 @@ import xxhash
 from deepinfer_prep import fp8
 from deepinfer_prep._version import __version__
 from deepinfer_prep.families import Layout, read_layout
-from deepinfer_prep.families.protocol import FLOAT_DTYPES
-from deepinfer_prep.files.checkpoint import Checkpoint, FileState, OtherFile, Shard
+from deepinfer_prep.files.checkpoint import Checkpoint, Shard
 from deepinfer_prep.files.container import TensorInfo, encode_header
+from deepinfer_prep.files.source_files import FileState, OtherFile
 from deepinfer_prep.kernel_scale import PlannedWeight, plan_weight
+from deepinfer_prep.naming import MARKER, MAX_MARKER
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.refusals import refuse
 from deepinfer_prep.planning.split import choose_split
 from deepinfer_prep.planning.warnings import warn
-
-MARKER = "deepinfer_prep"
-MAX_MARKER = "fp8_max"
+from deepinfer_prep.quantized import element_bytes
 
 
 class Operation(enum.Enum):
     """What happens to the bytes of a run; every operation keeps their number."""
 
     COPY = "copy"
-    COPY_FP8 = "copy fp8"
+    COPY_CHECKED = "copy checked"
     """Copy e4m3fn codes that have no scale; one that the hardware reads differently stops the run."""
     HALVE = "halve"
-    DOUBLE_E8M0 = "double e8m0"
-    DOUBLE_F64 = "double F64"
-    DOUBLE_F32 = "double F32"
-    DOUBLE_F16 = "double F16"
-    DOUBLE_BF16 = "double BF16"
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes that must be worked on together."""
-        return {"DOUBLE_F64": 8, "DOUBLE_F32": 4, "DOUBLE_F16": 2, "DOUBLE_BF16": 2}.get(self.name, 1)
+    """Replace each e4m3fn code by the code of half its value."""
+    DOUBLE = "double"
+    """Replace each value of a scale by twice the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes start..end of a data section that take one operation."""
+    """Bytes start..end of a data section that take one operation; `dtype` is that of a scale to double."""
 
     start: int
     end: int
     operation: Operation
+    dtype: str = ""
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes that must be worked on together."""
+        return element_bytes(self.dtype) if self.operation is Operation.DOUBLE else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,19 +140,14 @@ def plan_conversion(checkpoint: Checkpoint, options: Options, tool_version: str 
 
 
 def _operations(checkpoint: Checkpoint, layout: Layout, options: Options) -> dict[str, Operation]:
-    operations = dict.fromkeys(layout.unpaired, Operation.COPY_FP8)
+    operations = dict.fromkeys(layout.unpaired, Operation.COPY_CHECKED)
     for quantized in layout.weights:
         if quantized.element == "e4m3":
             operations[quantized.weight] = Operation.HALVE
-            operations[quantized.scale] = _doubling(checkpoint.tensors[quantized.scale].dtype)
+            operations[quantized.scale] = Operation.DOUBLE
     if options.activation_scales == "double":
-        for name in layout.activation_scales:
-            operations[name] = _doubling(checkpoint.tensors[name].dtype)
+        operations |= dict.fromkeys(layout.activation_scales, Operation.DOUBLE)
     return operations
-
-
-def _doubling(dtype: str) -> Operation:
-    return Operation[f"DOUBLE_{dtype}"] if dtype in FLOAT_DTYPES else Operation.DOUBLE_E8M0
 
 
 def _plan_shard(shard: Shard, operations: Mapping[str, Operation], metadata: Mapping[str, str]) -> OutputFile:
@@ -171,18 +164,19 @@ def _plan_shard(shard: Shard, operations: Mapping[str, Operation], metadata: Map
     )
 
 
-def _runs(tensors: Iterable[TensorInfo], operations: Mapping[str, Operation]) -> Iterable[Run]:
-    """Neighbours with the same operation become one run."""
-    start, end, current = 0, 0, Operation.COPY
+def _runs(tensors: Iterable[TensorInfo], operations: Mapping[str, Operation]) -> Iterator[Run]:
+    """The runs of a data section: neighbours with the same operation, on the same dtype, become one."""
+    start, end, current = 0, 0, (Operation.COPY, "")
     for tensor in tensors:
         operation = operations.get(tensor.name, Operation.COPY)
-        if operation is not current:
+        wanted = (operation, tensor.dtype if operation is Operation.DOUBLE else "")
+        if wanted != current:
             if end > start:
-                yield Run(start, end, current)
-            start, current = tensor.start, operation
+                yield Run(start, end, *current)
+            start, current = tensor.start, wanted
         end = tensor.end
     if end > start:
-        yield Run(start, end, current)
+        yield Run(start, end, *current)
 
 
 def _plan_copy(other: OtherFile) -> OutputFile:

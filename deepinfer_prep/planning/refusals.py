@@ -10,12 +10,15 @@ from deepinfer_prep.families.combine import NO_SCALE
 from deepinfer_prep.families.protocol import Unpaired
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.naming import (
+    HI_SUFFIX,
+    KERNEL_SCALE_SUFFIX,
+    LO_SUFFIX,
+    MANIFEST_NAME,
+    SIDECAR_INDEX,
+    SIDECAR_PREFIX,
+)
 from deepinfer_prep.options import Options
-from deepinfer_prep.writing.sidecar import HI_SUFFIX, KERNEL_SCALE_SUFFIX, LO_SUFFIX
-
-MANIFEST_NAME = "neuron_manifest.json"
-SIDECAR_PREFIX = "neuron-"
-SIDECAR_INDEX = "neuron.safetensors.index.json"
 
 _FOREIGN_FP8 = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _MOST_NAMES = 50

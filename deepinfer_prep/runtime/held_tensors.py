@@ -91,22 +91,10 @@ def problem(codes: fp8.U8, kind_of_scale: str, doubled: bool) -> str | None:
     """
     if doubled:
         try:
-            double(codes, kind_of_scale, np.empty_like(codes))
+            fp8.double(codes, kind_of_scale, np.empty_like(codes))
         except fp8.NoExactResultError as error:
             return f"an element {error.problem}"
         return None
     if kind_of_scale == "E8M0":
         return "holds the e8m0 byte 255 (NaN)" if stringzilla.find(codes.data, b"\xff") >= 0 else None
     return None if np.isfinite(fp8.widen(codes, kind_of_scale)).all() else "holds NaN or infinity"
-
-
-def double(codes: fp8.U8, kind_of_scale: str, out: fp8.U8) -> None:
-    """Double the scale values in some bytes.
-
-    Raises:
-        fp8.NoExactResultError: a value is not finite or has no finite double.
-    """
-    if kind_of_scale == "E8M0":
-        fp8.double_e8m0(codes, out)
-    else:
-        fp8.double_float(codes, kind_of_scale, out)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from deepinfer_prep.errors import PrepError
-from deepinfer_prep.families.protocol import grid_shape
 from deepinfer_prep.kernel_scale import KERNEL_BLOCK, DerivedScale, NoKernelScaleError, derive
+from deepinfer_prep.quantized import grid_shape
 from deepinfer_prep.runtime import held_tensors
 
 _BLOCK128 = (128, 128)

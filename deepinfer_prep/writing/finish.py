@@ -10,16 +10,17 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from deepinfer_prep import fp8
+from deepinfer_prep.files.container import Location
+from deepinfer_prep.files.segments import segments
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.kernel_scale import PlannedWeight
 from deepinfer_prep.manifest import FORMAT_VERSION, Counts, FileRecord, Manifest, SplitRecord, WeightRecord
-from deepinfer_prep.planning.plan import MARKER, MAX_MARKER, Plan
-from deepinfer_prep.planning.refusals import SIDECAR_PREFIX
-from deepinfer_prep.workers import segments
+from deepinfer_prep.naming import HI_SUFFIX, LO_SUFFIX, MARKER, MAX_MARKER, SIDECAR_PREFIX
+from deepinfer_prep.planning.plan import Plan
 from deepinfer_prep.writing import sidecar
 from deepinfer_prep.writing.journal import SegmentDone
 from deepinfer_prep.writing.output_bytes import Tally
-from deepinfer_prep.writing.sidecar import Location, SidecarFile, SidecarTensor
+from deepinfer_prep.writing.sidecar import SidecarFile, SidecarTensor
 
 Locate = Callable[[str], Location]
 """Finds a tensor of the finished main shards."""
@@ -94,7 +95,7 @@ def build_manifest(
         sidecar=tuple(sidecar_names),
         activation_scales=plan.activation_scales,
         unscaled=plan.unscaled,
-        split={name: SplitRecord(name + sidecar.HI_SUFFIX, name + sidecar.LO_SUFFIX) for name in plan.split},
+        split={name: SplitRecord(name + HI_SUFFIX, name + LO_SUFFIX) for name in plan.split},
         weights=derived.weights,
         files={**files, **sidecar_records},
     )

@@ -13,12 +13,11 @@ import numpy as np
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError
-from deepinfer_prep.files.container import DTYPE_BITS, TensorInfo
+from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.files.segments import SLACK_BYTES
 from deepinfer_prep.files.storage import DIRECT_BYTES, RangeReader
 from deepinfer_prep.planning.plan import Operation, OutputFile, Run
-
-SLACK_BYTES = 8
-"""A range is widened to whole elements, which are at most 8 bytes long."""
+from deepinfer_prep.quantized import DTYPES
 
 
 @dataclass(slots=True)
@@ -33,18 +32,6 @@ class Tally:
         self.counts += other.counts
         for name, count in other.nan_codes.items():
             self.nan_codes[name] = self.nan_codes.get(name, 0) + count
-
-
-def new_buffer(chunk_size: int) -> fp8.U8:
-    """A buffer for chunks of at most `chunk_size` bytes.
-
-    Chunks start at its byte `DIRECT_BYTES`, which is aligned in memory as direct writes demand; what lies
-    around a chunk is room for widening.
-    """
-    size = DIRECT_BYTES + max(chunk_size, 8) + SLACK_BYTES
-    memory = np.empty(size + DIRECT_BYTES, dtype=np.uint8)
-    aligned = -memory.ctypes.data % DIRECT_BYTES
-    return memory[aligned : aligned + size]
 
 
 def output_chunks(
@@ -73,7 +60,7 @@ def tensor_at(file: OutputFile, offset: int) -> TensorInfo:
 def describe_element(file: OutputFile, offset: int) -> str:
     """File, tensor and element index of a byte of the data section, for messages."""
     tensor = tensor_at(file, offset)
-    element = (offset - tensor.start) * 8 // DTYPE_BITS[tensor.dtype]
+    element = (offset - tensor.start) * 8 // DTYPES[tensor.dtype].bits
     return f"{file.source}: tensor {tensor.name!r}: element {element:,}"
 
 
@@ -92,7 +79,7 @@ def _transform(
 ) -> None:
     """Compute bytes start..end of the data section at byte `SLACK_BYTES` of the buffer."""
     first = bisect_right(file.runs, start, key=lambda run: run.start) - 1
-    low = start - (start - file.runs[first].start) % file.runs[first].operation.element_bytes
+    low = start - (start - file.runs[first].start) % file.runs[first].element_bytes
     high = _widen_end(file, end)
     chunk = buffer[SLACK_BYTES - (start - low) :][: high - low]
     source.read_into(chunk.data, file.source_start + low)
@@ -106,7 +93,7 @@ def _transform(
 
 def _widen_end(file: OutputFile, end: int) -> int:
     run = file.runs[bisect_right(file.runs, end - 1, key=lambda run: run.start) - 1]
-    return end + -(end - run.start) % run.operation.element_bytes
+    return end + -(end - run.start) % run.element_bytes
 
 
 def _apply(file: OutputFile, run: Run, begin: int, piece: fp8.U8, tally: Tally | None) -> None:
@@ -117,13 +104,13 @@ def _apply(file: OutputFile, run: Run, begin: int, piece: fp8.U8, tally: Tally |
             _count(file, begin, piece, tally)
         fp8.halve(piece, piece)
         return
-    if run.operation is Operation.COPY_FP8:
+    if run.operation is Operation.COPY_CHECKED:
         _check_unscaled(file, begin, piece, tally)
         return
     try:
-        double(run.operation, piece)
+        fp8.double(piece, run.dtype, piece)
     except fp8.NoExactResultError as error:
-        offset = begin + error.index * run.operation.element_bytes
+        offset = begin + error.index * run.element_bytes
         raise ConversionError(
             f"{describe_element(file, offset)} {error.problem}: the scale cannot be doubled exactly. "
             "A scale like this is damaged or was never set; fetch the file again or repair the checkpoint."
@@ -134,7 +121,7 @@ def _check_unscaled(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally | 
     """Count NaN codes, which mean the same on the hardware, and stop at the first code that does not."""
     if not fp8.has_high_codes(piece):
         return
-    misread = np.flatnonzero(np.isin(piece, fp8.MISREAD_CODES))
+    misread = np.flatnonzero(np.isin(piece, fp8.ABOVE_240_CODES))
     if misread.size:
         code = int(piece[misread[0]])
         raise ConversionError(
@@ -145,18 +132,6 @@ def _check_unscaled(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally | 
         )
     if tally is not None:
         _count_nan(file, begin, piece, tally)
-
-
-def double(operation: Operation, scales: fp8.U8) -> None:
-    """Double the raw bytes of scales in place, by one of the doubling operations.
-
-    Raises:
-        NoExactResultError: a value has no finite double.
-    """
-    if operation is Operation.DOUBLE_E8M0:
-        fp8.double_e8m0(scales, scales)
-    else:
-        fp8.double_float(scales, operation.value.removeprefix("double "), scales)
 
 
 def _count(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally) -> None:

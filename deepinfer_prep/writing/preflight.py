@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError, RefusedError
+from deepinfer_prep.files import segments
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.planning.plan import Operation, OutputFile, Plan
-from deepinfer_prep.progress import Meter, ProgressCallback
 from deepinfer_prep.sizes import format_size
-from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, SEGMENT_BYTES, default_workers, run_parallel
+from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, default_workers, run_parallel
 from deepinfer_prep.writing.output_bytes import Tally, describe_element, output_chunks
 
 WEIGHTS = frozenset({Operation.HALVE})
-ALL_FP8 = frozenset({Operation.HALVE, Operation.COPY_FP8})
+ALL_FP8 = frozenset({Operation.HALVE, Operation.COPY_CHECKED})
 
 _MOST_PROBLEMS = 20
 _BATCH_PIECES = 256
@@ -56,7 +56,7 @@ def find_problems(
 
     Fp8 tensors without a scale count only where the options ask to copy them; else headers refuse them already.
     """
-    pieces = [*_run_pieces(plan, _is_doubling), *_split_pieces(plan)]
+    pieces = [*_run_pieces(plan, frozenset({Operation.DOUBLE})), *_split_pieces(plan)]
     problems = [problem for _, problem in _check(pieces, workers, chunk_size, progress)]
     if plan.options.unscaled == "copy-if-safe":
         problems += find_unsafe(plan, workers, chunk_size, progress).values()
@@ -101,7 +101,7 @@ def scan_codes(
     Raises:
         ConversionError: with `ALL_FP8`, a tensor without a scale cannot be copied as it is.
     """
-    pieces = list(_run_pieces(plan, lambda operation: operation in operations))
+    pieces = list(_run_pieces(plan, operations))
     meter = Meter(progress, "scan weights", sum(piece.nbytes for piece in pieces))
     total = Tally()
     for size, tally in run_parallel(_batches(pieces), _count, workers, chunk_size):
@@ -110,16 +110,12 @@ def scan_codes(
     return total
 
 
-def _is_doubling(operation: Operation) -> bool:
-    return operation not in (Operation.COPY, Operation.COPY_FP8, Operation.HALVE)
-
-
-def _run_pieces(plan: Plan, wanted: Callable[[Operation], bool]) -> Iterator[_Piece]:
+def _run_pieces(plan: Plan, wanted: frozenset[Operation]) -> Iterator[_Piece]:
     for file in plan.files:
         for run in file.runs:
-            if wanted(run.operation):
-                for start in range(run.start, run.end, SEGMENT_BYTES):
-                    yield _Piece(file, start, min(start + SEGMENT_BYTES, run.end))
+            if run.operation in wanted:
+                for start in range(run.start, run.end, segments.SEGMENT_BYTES):
+                    yield _Piece(file, start, min(start + segments.SEGMENT_BYTES, run.end))
 
 
 def _split_pieces(plan: Plan) -> Iterator[_Piece]:
@@ -133,8 +129,8 @@ def _unscaled_pieces(plan: Plan) -> Iterator[_Piece]:
     for name in plan.unscaled:
         file = plan.files[plan.checkpoint.shard_of[name]]
         tensor = plan.checkpoint.tensors[name]
-        for start in range(tensor.start, tensor.end, SEGMENT_BYTES):
-            yield _Piece(file, start, min(start + SEGMENT_BYTES, tensor.end), name)
+        for start in range(tensor.start, tensor.end, segments.SEGMENT_BYTES):
+            yield _Piece(file, start, min(start + segments.SEGMENT_BYTES, tensor.end), name)
 
 
 def _check(
@@ -153,7 +149,7 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     batch: list[_Piece] = []
     size = 0
     for piece in pieces:
-        if batch and (size + piece.nbytes > SEGMENT_BYTES or len(batch) == _BATCH_PIECES):
+        if batch and (size + piece.nbytes > segments.SEGMENT_BYTES or len(batch) == _BATCH_PIECES):
             yield batch
             batch, size = [], 0
         batch.append(piece)

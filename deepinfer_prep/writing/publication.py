@@ -19,13 +19,12 @@ from pathlib import Path
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError, ManifestError
-from deepinfer_prep.files.checkpoint import INDEX_SUFFIX, SHARD_SUFFIX
 from deepinfer_prep.files.digests import digest_range
+from deepinfer_prep.files.segments import segments
 from deepinfer_prep.files.storage import RangeReader, sync_folder, write_file_durably
 from deepinfer_prep.manifest import Manifest, parse_manifest
-from deepinfer_prep.planning.refusals import MANIFEST_NAME
-from deepinfer_prep.progress import Meter, ProgressCallback
-from deepinfer_prep.workers import run_parallel, segments
+from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, SHARD_SUFFIX
+from deepinfer_prep.workers import Meter, ProgressCallback, run_parallel
 from deepinfer_prep.writing.workspace import Workspace
 
 

@@ -13,12 +13,12 @@ import xxhash
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError
-from deepinfer_prep.files.checkpoint import FileState
 from deepinfer_prep.files.digests import digest_range
+from deepinfer_prep.files.segments import segments
+from deepinfer_prep.files.source_files import FileState
 from deepinfer_prep.files.storage import DirectWriter, RangeReader, RangeWriter
 from deepinfer_prep.planning.plan import OutputFile
-from deepinfer_prep.progress import Meter
-from deepinfer_prep.workers import interleave, run_parallel, segments
+from deepinfer_prep.workers import Meter, interleave, run_parallel
 from deepinfer_prep.writing.journal import Journal, SegmentDone
 from deepinfer_prep.writing.output_bytes import Tally, output_chunks
 from deepinfer_prep.writing.workspace import Workspace

@@ -9,40 +9,18 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from deepinfer_prep import fp8
-from deepinfer_prep.files.container import TensorInfo, encode_header
+from deepinfer_prep.files.container import Location, TensorInfo, encode_header, read_stored
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.kernel_scale import DerivedScale, NoKernelScaleError, derive
+from deepinfer_prep.naming import HI_SUFFIX, KERNEL_SCALE_SUFFIX, LO_SUFFIX
 
 MAX_FILE_BYTES = 4 * 1024**3
 _CHUNK_BYTES = 4 * 1024 * 1024
-
-HI_SUFFIX, LO_SUFFIX, KERNEL_SCALE_SUFFIX = ".hi", ".lo", ".nki_scale"
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where a tensor's bytes lie: a file, the offset of its data section, and the tensor's own offsets."""
-
-    path: Path
-    data_start: int
-    tensor: TensorInfo
-
-
-def read_stored(location: Location, start: int, stop: int, readers: Readers) -> fp8.U8:
-    """The bytes start..stop of a tensor.
-
-    Raises:
-        PrepError, OSError: its file cannot be read.
-    """
-    buffer = np.empty(stop - start, dtype=np.uint8)
-    readers.get(location.path).read_into(buffer.data, location.data_start + location.tensor.start + start)
-    return buffer
 
 
 @dataclass(frozen=True, slots=True)

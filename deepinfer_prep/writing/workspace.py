@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from deepinfer_prep.errors import RefusedError
-from deepinfer_prep.files.checkpoint import DISCARDED_NAME, WORKSPACE_NAME
 from deepinfer_prep.files.storage import sync_folder
-from deepinfer_prep.planning.refusals import MANIFEST_NAME
+from deepinfer_prep.naming import DISCARDED_NAME, MANIFEST_NAME, WORKSPACE_NAME
 from deepinfer_prep.writing.journal import is_same_run, read_identity
 
 _READY, _REJECTED = "manifest.json", "rejected.json"

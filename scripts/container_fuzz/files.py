@@ -11,7 +11,7 @@ import math
 from random import Random
 from typing import Any
 
-from deepinfer_prep.files.container import DTYPE_BITS
+from deepinfer_prep.quantized import DTYPES
 
 _NAMES = (
     "",
@@ -89,13 +89,13 @@ def make_file(random: Random) -> bytes:
 def _valid_header(random: Random) -> tuple[Object, int]:
     header, position = Object(), 0
     for name in random.sample(_NAMES, random.randrange(4)):
-        dtype = random.choice(tuple(DTYPE_BITS))
+        dtype = random.choice(tuple(DTYPES))
         shape = [random.choice((0, 1, 2, 3, 4, 8)) for _ in range(random.randrange(4))]
-        if math.prod(shape) * DTYPE_BITS[dtype] % 8:
+        if math.prod(shape) * DTYPES[dtype].bits % 8:
             shape.append(8)
         if 0 in shape and random.randrange(3) == 0:
             shape.insert(random.randrange(len(shape) + 1), random.choice((2**31, 2**63, 2**64 - 1)))
-        size = math.prod(shape) * DTYPE_BITS[dtype] // 8
+        size = math.prod(shape) * DTYPES[dtype].bits // 8
         entry = Object([("dtype", dtype), ("shape", shape), ("data_offsets", [position, position + size])])
         random.shuffle(entry)
         header.append((name, entry))
@@ -135,7 +135,7 @@ def _mutate_fields(random: Random, entry: Object) -> None:
 def _mutate_value(random: Random, value: Any) -> Any:
     if isinstance(value, str):
         as_object = Object([(value, Literal("null"))])
-        dtype = random.choice((*DTYPE_BITS, *_DTYPES))
+        dtype = random.choice((*DTYPES, *_DTYPES))
         return random.choice((dtype, dtype, as_object, Literal(random.choice(_VALUES))))
     if not isinstance(value, list) or random.randrange(5) == 0:
         return Literal(random.choice(_VALUES))

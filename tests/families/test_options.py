@@ -187,7 +187,7 @@ def test_the_first_code_is_named_whatever_the_chunks(tmp_path: Path, monkeypatch
     codes = np.zeros(40_000, np.uint8)
     codes[[11_111, 39_999]] = 0x7C
     source = source_of(tmp_path, {"x.weight": ("F8_E4M3", (200, 200), codes.tobytes())})
-    monkeypatch.setattr("deepinfer_prep.writing.preflight.SEGMENT_BYTES", 4096)
+    monkeypatch.setattr("deepinfer_prep.files.segments.SEGMENT_BYTES", 4096)
     for workers, chunk_size in ((1, 4096), (4, 512)):
         options = Options(unscaled="copy-if-safe")
         with pytest.raises(RefusedError, match="element 11,111 is") as caught:

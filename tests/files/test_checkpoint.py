@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from deepinfer_prep.errors import CheckpointError, ContainerError, PrepError
-from deepinfer_prep.files.checkpoint import FileState, open_checkpoint
+from deepinfer_prep.files.checkpoint import open_checkpoint
+from deepinfer_prep.files.source_files import FileState
 from tests.small_files import SCALE, WEIGHT, write_config, write_file, write_index
 
 PAIR = {"l.weight": WEIGHT, "l.scale": SCALE}

@@ -14,14 +14,8 @@ import safetensors
 from safetensors.numpy import save
 
 from deepinfer_prep.errors import ContainerError, PrepError
-from deepinfer_prep.files.container import (
-    DTYPE_BITS,
-    MAX_HEADER_BYTES,
-    TensorInfo,
-    encode_header,
-    parse_header,
-    read_header,
-)
+from deepinfer_prep.files.container import MAX_HEADER_BYTES, TensorInfo, encode_header, parse_header, read_header
+from deepinfer_prep.quantized import DTYPES
 from tests.small_files import SCALE, WEIGHT, write_file
 
 ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
@@ -56,12 +50,12 @@ def reject(tmp_path: Path, content: bytes) -> str:
 def test_the_dtypes_are_those_of_the_library() -> None:
     with pytest.raises(safetensors.SafetensorError) as caught:
         safetensors.deserialize(file_of(json.dumps({"t": entry(dtype="none")})))
-    assert set(re.findall(r"`(\w+)`", str(caught.value))) - {"none"} == set(DTYPE_BITS)
+    assert set(re.findall(r"`(\w+)`", str(caught.value))) - {"none"} == set(DTYPES)
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_is_read_as_the_library_reads_it(dtype: str) -> None:
-    size = 8 * DTYPE_BITS[dtype] // 8
+    size = 8 * DTYPES[dtype].bits // 8
     content = file_of(json.dumps({"t": entry(dtype=dtype, shape=[2, 4], data_offsets=[0, size])}), bytes(size))
     ((name, found),) = safetensors.deserialize(content)
     header = parse_header(content[8:-size], len(content), "x")

@@ -13,6 +13,7 @@ import deepinfer_prep.files.digests
 import deepinfer_prep.workers
 import deepinfer_prep.writing.preflight
 import deepinfer_prep.writing.segment_writer
+from deepinfer_prep.files import segments
 from tests.hostile.checkpoints import convert, write_checkpoint
 from tests.small_files import tree
 
@@ -22,8 +23,7 @@ SMALL = 4096
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a small checkpoint have many segments, each committed on its own."""
-    for module in (deepinfer_prep.workers, deepinfer_prep.files.digests, deepinfer_prep.writing.preflight):
-        monkeypatch.setattr(module, "SEGMENT_BYTES", SMALL)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", SMALL)
     monkeypatch.setattr(deepinfer_prep.writing.segment_writer, "COMMIT_BYTES", 1)
 
 

@@ -56,7 +56,7 @@ def test_the_generator_reaches_every_verdict() -> None:
         ("_is_text", lambda text: True),
         ("_check_tiling", lambda *arguments: None),
         ("MAX_HEADER_BYTES", 10),
-        ("DTYPE_BITS", {**container.DTYPE_BITS, "F8": 8}),
+        ("DTYPES", {**container.DTYPES, "F8": 8}),
     ],
 )
 def test_a_careless_reader_is_found_out(name: str, careless: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,12 +206,12 @@ def test_another_checkpoint_may_follow_a_run_that_was_killed_while_it_published(
 
 SLOW = """
 import os, sys, time
-from deepinfer_prep import workers
+from deepinfer_prep.files import segments
 from deepinfer_prep.writing import segment_writer
 real_write, real_replace = os.pwrite, os.replace
 os.pwrite = lambda *arguments: (time.sleep(0.004), real_write(*arguments))[1]
 os.replace = lambda *arguments: (time.sleep(0.02), real_replace(*arguments))[1]
-workers.SEGMENT_BYTES = 65536
+segments.SEGMENT_BYTES = 65536
 segment_writer.COMMIT_BYTES = 262144
 from deepinfer_prep.cli import main
 main(sys.argv[1:])

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.files.container import read_header
+from deepinfer_prep.files.segments import new_buffer
 from deepinfer_prep.files.storage import RangeReader
 from deepinfer_prep.planning.plan import Operation, Options, OutputFile, Run, plan_conversion
-from deepinfer_prep.writing.output_bytes import Tally, new_buffer, output_chunks
+from deepinfer_prep.writing.output_bytes import Tally, output_chunks
 from tests.small_files import Tensor, write_config, write_file
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -92,13 +93,13 @@ def plan_of(folder: Path, rows: list[tuple[str, int, int]], seed: int) -> Output
         tensors[scale] = (dtype, (1, 3), random_tensor(dtype, 3, random))
     write_file(folder / "model.safetensors", tensors)
     operations = {
-        name: Operation.HALVE if dtype == "F8_E4M3" else Operation[f"DOUBLE_{dtype.removeprefix('F8_')}"]
+        name: (Operation.HALVE, "") if dtype == "F8_E4M3" else (Operation.DOUBLE, dtype)
         for name, (dtype, _, _) in tensors.items()
         if dtype != "U8"
     }
     header = read_header(folder / "model.safetensors")
     runs = tuple(
-        Run(tensor.start, tensor.end, operations.get(tensor.name, Operation.COPY))
+        Run(tensor.start, tensor.end, *operations.get(tensor.name, (Operation.COPY, "")))
         for tensor in header.tensors
         if tensor.nbytes
     )

@@ -11,11 +11,9 @@ from typing import NamedTuple
 import torch
 
 from deepinfer_prep.errors import ManifestError
-from deepinfer_prep.files.checkpoint import WORKSPACE_NAME
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
 from deepinfer_prep.manifest import Manifest, read_manifest
-from deepinfer_prep.planning.plan import MARKER
-from deepinfer_prep.planning.refusals import MANIFEST_NAME
+from deepinfer_prep.naming import MANIFEST_NAME, MARKER, WORKSPACE_NAME
 from deepinfer_prep.runtime.loading.byte_layout import Layout
 from deepinfer_prep.runtime.loading.dtypes import TORCH_DTYPES, torch_shape
 

@@ -18,7 +18,7 @@ from deepinfer_prep.runtime.rescaling.weight_groups import Family, Region, Surve
 
 log = logging.getLogger(__name__)
 
-_MISREAD = bytes(fp8.MISREAD_CODES)
+_ABOVE_240 = bytes(fp8.ABOVE_240_CODES)
 _ZEROS = b"\x00\x80"
 
 
@@ -64,7 +64,7 @@ def rescale_fp8_weights(model: nn.Module) -> int:
             piece.write_back()
     for kind, spans in _scale_bytes(changing):
         for piece in byte_access.pieces(spans):
-            held_tensors.double(piece.codes, kind, piece.codes)
+            fp8.double(piece.codes, kind, piece.codes)
             piece.write_back()
     count = sum(len(family.weights) for family in changing)
     log.info("halved %d of %d fp8 weights; the hardware reads the others as they are", count, len(found.weights))
@@ -73,7 +73,7 @@ def rescale_fp8_weights(model: nn.Module) -> int:
 
 def holds_misread(weight: Spans) -> bool:
     """Whether some bytes hold a code of 256 to 448, which the hardware reads as infinity or NaN."""
-    return any(stringzilla.find_first_of(piece.codes.data, _MISREAD) >= 0 for piece in byte_access.pieces(weight))
+    return any(stringzilla.find_first_of(piece.codes.data, _ABOVE_240) >= 0 for piece in byte_access.pieces(weight))
 
 
 def _is_misread(family: Family) -> bool:

@@ -1,0 +1,31 @@
+"""The names that an output is made of: files, folders, tensor suffixes and header marks.
+
+They are a contract with everything that reads an output: a change here is a new format version.
+"""
+
+from __future__ import annotations
+
+SHARD_SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+PREFERRED_INDEX = "model" + INDEX_SUFFIX
+"""The index that loaders look for first; of several, this one counts."""
+
+MANIFEST_NAME = "neuron_manifest.json"
+"""The file that makes a folder a finished output; written last."""
+SIDECAR_PREFIX = "neuron-"
+SIDECAR_INDEX = "neuron.safetensors.index.json"
+
+HI_SUFFIX, LO_SUFFIX = ".hi", ".lo"
+"""Suffixes of the two bf16 tensors that a split fp32 matrix has in the sidecar."""
+KERNEL_SCALE_SUFFIX = ".nki_scale"
+"""Suffix of a weight's kernel scale in the sidecar."""
+
+MARKER = "deepinfer_prep"
+"""Key in the `__metadata__` of a converted shard; its value is the version of the tool."""
+MAX_MARKER = "fp8_max"
+"""Key in the same place; its value is the largest magnitude that a halved weight holds."""
+
+WORKSPACE_NAME = ".deepinfer-prep"
+"""Folder inside an output that holds a run until it is complete."""
+DISCARDED_NAME = ".deepinfer-prep.done"
+"""What that folder is called while it is being removed."""
