@@ -110,7 +110,7 @@ def plan_output(source: Path, output: Path, *, options: Options | None = None, o
     check_separate(source, output)
     plan = plan_conversion(open_checkpoint(source), options or Options())
     if plan.refusals:
-        raise RefusedError(plan.refusals + explain_unscaled(plan))
+        raise RefusedError(*(plan.refusals + explain_unscaled(plan)))
     check_sources_outside((file.source for file in plan.files), output)
     check_usable(output, _identity(plan), [file.name for file in plan.files], overwrite)
     check_space(output, plan.output_bytes + plan.sidecar_bytes)
@@ -131,11 +131,9 @@ def _refuse_nan(plan: Plan, tally: Tally) -> None:
     if tally.nan_codes:
         listed = ", ".join(f"{name!r} ({count:,})" for name, count in sorted(tally.nan_codes.items())[:10])
         raise RefusedError(
-            (
-                f"{plan.checkpoint.root}: {tally.counts.nan:,} NaN codes in {len(tally.nan_codes):,} fp8 weights: "
-                f"{listed}. "
-                "The checkpoint is damaged; without --strict the codes are kept and counted.",
-            )
+            f"{plan.checkpoint.root}: {tally.counts.nan:,} NaN codes in {len(tally.nan_codes):,} fp8 weights: "
+            f"{listed}. "
+            "The checkpoint is damaged; without --strict the codes are kept and counted."
         )
 
 

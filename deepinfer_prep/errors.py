@@ -23,7 +23,7 @@ class RefusedError(PrepError):
     `reasons` holds every refusal, each a whole sentence.
     """
 
-    def __init__(self, reasons: tuple[str, ...]) -> None:
+    def __init__(self, *reasons: str) -> None:
         self.reasons = reasons
         super().__init__("\n".join(reasons))
 

@@ -73,7 +73,7 @@ def prepare_model(model: nn.Module) -> int:
         except fp8.NoExactResultError as error:
             reasons.append(f"{held.name}: {error}")
     if reasons:
-        raise RefusedError((*reasons, "No matrix was split; load a sound checkpoint."))
+        raise RefusedError(*(*reasons, "No matrix was split; load a sound checkpoint."))
     for fn, hi, lo in halves.values():
         _attach(fn, hi, lo)
     return len(halves)

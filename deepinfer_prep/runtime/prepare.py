@@ -51,7 +51,7 @@ def prepare_model(model: nn.Module) -> int:
         except NoKernelScaleError as error:
             reasons.setdefault(str(error), []).append(name)
     if misread:
-        raise RefusedError((_misread_refusal(misread),))
+        raise RefusedError(_misread_refusal(misread))
     for reason, names in reasons.items():
         log.warning("no kernel for %d weights, %s among them: %s", len(names), names[0], reason)
     return prepared

@@ -46,7 +46,7 @@ def check_values(plan: Plan, workers: int, chunk_size: int, progress: ProgressCa
     """
     problems = find_problems(plan, workers, chunk_size, progress)
     if problems:
-        raise RefusedError(problems)
+        raise RefusedError(*problems)
 
 
 def find_problems(

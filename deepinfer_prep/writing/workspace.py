@@ -103,7 +103,7 @@ def _acquire(path: Path) -> int:
             os.close(lock)
             raise
         os.close(lock)
-    raise RefusedError((f"{path} is removed as fast as it is made: other conversions run in this folder. Wait.",))
+    raise RefusedError(f"{path} is removed as fast as it is made: other conversions run in this folder. Wait.")
 
 
 def _lock(descriptor: int, output: Path) -> None:
@@ -111,16 +111,14 @@ def _lock(descriptor: int, output: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RefusedError(
-            (f"{output}: another conversion is writing to this folder. Wait for it, or choose another output.",)
+            f"{output}: another conversion is writing to this folder. Wait for it, or choose another output."
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         raise RefusedError(
-            (
-                f"{output}: its file system cannot lock files ({error.strerror}), so two conversions could write here "
-                "at once. Mount it with locks (Lustre: -o flock), or choose another output.",
-            )
+            f"{output}: its file system cannot lock files ({error.strerror}), so two conversions could write here "
+            "at once. Mount it with locks (Lustre: -o flock), or choose another output."
         ) from None
 
 
@@ -142,10 +140,8 @@ def check_separate(source: Path, output: Path) -> None:
     inside = source.is_dir() and (_is_inside(output, source) or _is_inside(source, output))
     if _is_same_folder(folder, output) or inside:
         raise RefusedError(
-            (
-                f"the output {output} and the source {source} are the same folder or lie inside one another. "
-                "Choose a separate, empty folder as the output.",
-            )
+            f"the output {output} and the source {source} are the same folder or lie inside one another. "
+            "Choose a separate, empty folder as the output."
         )
 
 
@@ -160,7 +156,7 @@ def check_sources_outside(sources: Iterable[Path], output: Path) -> None:
         target = source.resolve()
         if output in target.parents:
             raise RefusedError(
-                (f"{source} is a link to {target}, inside the output {output}. Choose another folder as the output.",)
+                f"{source} is a link to {target}, inside the output {output}. Choose another folder as the output."
             )
 
 
@@ -189,7 +185,7 @@ def check_usable(output: Path, identity: Mapping[str, Any], names: Iterable[str]
     """
     if not output.is_dir():
         if output.exists() or output.is_symlink():
-            raise RefusedError((f"{output} is not a folder. Choose a folder as the output.",))
+            raise RefusedError(f"{output} is not a folder. Choose a folder as the output.")
         return
     _check_names_free(output, names)
     if not overwrite:
@@ -206,11 +202,9 @@ def _check_names_free(output: Path, names: Iterable[str]) -> None:
             taken.append(folder)
     if taken:
         raise RefusedError(
-            (
-                f"{output} cannot take the output: {', '.join(taken[:5])} "
-                "is a folder where a file has to go, or a file or link where a folder has to go. Move it away, or "
-                "choose another output.",
-            )
+            f"{output} cannot take the output: {', '.join(taken[:5])} "
+            "is a folder where a file has to go, or a file or link where a folder has to go. Move it away, or "
+            "choose another output."
         )
 
 
@@ -221,22 +215,18 @@ def _check_only_own_run(output: Path, identity: Mapping[str, Any]) -> None:
     if is_same_run(found, identity) and ((root / _READY).exists() or (root / _REJECTED).exists()):
         return  # Its publication was interrupted: files have their final names already.
     if MANIFEST_NAME in entries:
-        raise RefusedError((f"{output} already holds a finished output. Use --overwrite to replace it.",))
+        raise RefusedError(f"{output} already holds a finished output. Use --overwrite to replace it.")
     if found is not None and not is_same_run(found, identity):
         different = [key for key in sorted({*found, *identity}) if found.get(key) != identity.get(key)]
         raise RefusedError(
-            (
-                f"{output} holds an unfinished run that cannot be resumed: its {', '.join(different)} differ from this "
-                "run's. Use --overwrite to start over, or finish it with the source and version that began it.",
-            )
+            f"{output} holds an unfinished run that cannot be resumed: its {', '.join(different)} differ from this "
+            "run's. Use --overwrite to start over, or finish it with the source and version that began it."
         )
     if entries:
         raise RefusedError(
-            (
-                f"{output} is not empty: it holds {', '.join(sorted(entries)[:5])}"
-                f"{' and more' if len(entries) > 5 else ''}. Choose an empty folder, or use --overwrite to replace "
-                "the safetensors files and indexes in it.",
-            )
+            f"{output} is not empty: it holds {', '.join(sorted(entries)[:5])}"
+            f"{' and more' if len(entries) > 5 else ''}. Choose an empty folder, or use --overwrite to replace "
+            "the safetensors files and indexes in it."
         )
 
 
@@ -252,10 +242,8 @@ def check_space(output: Path, needed: int) -> None:
     written = _blocks_bytes(output / WORKSPACE_NAME)
     if needed - written > free:
         raise RefusedError(
-            (
-                f"{output}: the output needs {needed:,} bytes, of which {written:,} are written already, but its file "
-                f"system has {free:,} bytes free. Free some space or choose another output.",
-            )
+            f"{output}: the output needs {needed:,} bytes, of which {written:,} are written already, but its file "
+            f"system has {free:,} bytes free. Free some space or choose another output."
         )
 
 

@@ -117,7 +117,7 @@ def test_a_second_signal_ends_a_run_whose_write_does_not_return(
         (OSError(99999, "strange"), "error: strange [no error number]. Later."),
         (MemoryError(), "error: not enough memory. Use fewer --workers or a smaller --chunk-size. Later."),
         (PrepError("A sentence."), "error: A sentence."),
-        (RefusedError(("One.", "Two.")), "refused: One.\nrefused: Two."),
+        (RefusedError(*("One.", "Two.")), "refused: One.\nrefused: Two."),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])

@@ -76,7 +76,7 @@ def plan_load(
     missing = _missing(by_name, chosen)
     mismatch = (*missing, *matching.unexpected) if strict else ()
     if matching.problems or mismatch:
-        raise RefusedError(tuple(_reasons(checkpoint, matching, missing, strict)))
+        raise RefusedError(*tuple(_reasons(checkpoint, matching, missing, strict)))
     return LoadPlan(slots, planned, tuple(missing), tuple(matching.unexpected), tuple(matching.skipped), tied)
 
 

@@ -57,7 +57,7 @@ def rescale_fp8_weights(model: nn.Module) -> int:
         *_memory_refusals(changing),
     )
     if reasons:
-        raise RefusedError((*reasons, "Nothing was changed."))
+        raise RefusedError(*(*reasons, "Nothing was changed."))
     for spans in union(weight.spans for family in changing for weight in family.weights):
         for piece in byte_access.pieces(spans):
             fp8.halve(piece.codes, piece.codes)
