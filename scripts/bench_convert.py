@@ -22,7 +22,7 @@ from pathlib import Path
 import click
 from make_checkpoint import SampleOptions, write_checkpoint
 
-from deepinfer_prep.sizes import format_size, parse_size
+from deepinfer_prep.files.sizes import format_size, parse_size
 
 LOAD_TIME_METHOD = """
 import sys

@@ -17,7 +17,7 @@ import click
 import xxhash
 from make_checkpoint import SampleOptions, write_checkpoint
 
-from deepinfer_prep.sizes import parse_size
+from deepinfer_prep.files.sizes import parse_size
 
 MANIFEST = "neuron_manifest.json"
 

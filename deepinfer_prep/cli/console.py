@@ -149,7 +149,7 @@ class _PlainLines:
         self._next = 0.0
 
     def __call__(self, progress: Progress) -> None:
-        from deepinfer_prep.sizes import format_size
+        from deepinfer_prep.files.sizes import format_size
 
         if progress.total == 0:
             return

@@ -21,7 +21,7 @@ _RESUMABLE = "Nothing unfinished passes for an output; the same command goes on 
 
 
 def _parse_chunk(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    from deepinfer_prep.sizes import parse_size
+    from deepinfer_prep.files.sizes import parse_size
 
     try:
         size = parse_size(value)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_prep.convert import ConversionResult
+from deepinfer_prep.files.sizes import format_size
 from deepinfer_prep.inspect import Inspection
-from deepinfer_prep.sizes import format_size
 from deepinfer_prep.verify import VerificationResult
 from deepinfer_prep.writing.preflight import unscaled_sentence
 

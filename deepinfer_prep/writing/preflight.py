@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError, RefusedError
 from deepinfer_prep.files import segments
+from deepinfer_prep.files.sizes import format_size
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.planning.plan import Operation, OutputFile, Plan
-from deepinfer_prep.sizes import format_size
 from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, default_workers, run_parallel
 from deepinfer_prep.writing.output_bytes import Tally, describe_element, output_chunks
 
