@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from sample_checkpoint import dims as sizing
+from sample_checkpoint import fit as sizing
 from sample_checkpoint.dims import ModelDims
 from sample_checkpoint.extras import MARKER, extra_files
 from sample_checkpoint.shards import Shard, index_text, plan_shards

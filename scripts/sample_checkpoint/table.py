@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from .dims import ModelDims
+from .dims import ModelDims
 
 Element = Literal["e4m3", "e2m1"]
 """How a weight is stored: one e4m3fn value a byte, or two e2m1 values with the even column in the low four bits."""

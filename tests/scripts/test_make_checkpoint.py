@@ -29,7 +29,7 @@ from make_checkpoint import (
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save
-from sample_checkpoint.dims import RELEASED_BYTES, DimsError
+from sample_checkpoint.fit import RELEASED_BYTES, DimsError
 from sample_checkpoint.quantize import (
     E2M1_VALUES,
     block_amax,
