@@ -1,4 +1,4 @@
-"""The table of families in the README, made by converting every fixture: `python tests/families/table.py` writes it."""
+"""The table of families in docs/families.md, made by converting every fixture: `python tests/families/table.py` writes it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "scripts")]
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "scripts")]
 
 from tests.families.judges import JUDGES
 from tests.families.layouts import LAYOUTS
 from tests.families.outcomes import Outcome, convert_layout
 
-DOCUMENT = Path(__file__).parents[2] / "README.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 HEAD = ("Family", "Recognised as", "Halved", "Doubled", "Kernel scale", "Static scales kept", "Tested with")
 

@@ -1,4 +1,4 @@
-"""The README's table of families says what conversions do, cell by cell."""
+"""The table in docs/families.md says what conversions do, cell by cell."""
 
 from __future__ import annotations
 
