@@ -1,4 +1,4 @@
-"""The table of families in docs/families.md, made by converting every fixture: `python tests/families/table.py` writes it."""
+"""The table in docs/families.md, made by converting every fixture: `python tests/families/table.py` writes it."""
 
 from __future__ import annotations
 
