@@ -25,11 +25,11 @@ from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import Plan, plan_conversion
 from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, default_workers
 from deepinfer_prep.writing import sidecar
-from deepinfer_prep.writing.finish import Derived, build_manifest, derive_all, sidecar_files
 from deepinfer_prep.writing.journal import Journal, is_same_run, read_done, read_identity
 from deepinfer_prep.writing.output_bytes import Tally
 from deepinfer_prep.writing.preflight import ALL_FP8, check_values, explain_unscaled, scan_codes
 from deepinfer_prep.writing.publication import publish, resume_publication
+from deepinfer_prep.writing.records import build_manifest
 from deepinfer_prep.writing.segment_writer import Execution, check_unchanged
 from deepinfer_prep.writing.workspace import Workspace, check_separate, check_sources_outside, check_space, check_usable
 
@@ -51,6 +51,8 @@ class ConversionResult:
     nan_tensors: Mapping[str, int]
     kernel_scales: Mapping[str, int]
     """Quantized weights by where their kernel scale is: "stored", "derived" or the reason why there is none."""
+    no_kernel_scale: tuple[str, ...]
+    """Those keys of `kernel_scales` that are reasons why there is none."""
     split: int
     """Matrices that were split into bf16 halves."""
     warnings: tuple[str, ...]
@@ -150,9 +152,10 @@ def _write_all(
     for file in plan.files:
         check_unchanged(file, FileState.of(file.source))
     paths = [workspace.path(file.name) for file in plan.files]
-    derived = derive_all(plan, lambda name: _location(plan, paths, name))
-    names, records = _write_sidecar(workspace, derived)
-    return build_manifest(plan, __version__, derived, execution.results, names, records), execution.resumed_bytes
+    contents = sidecar.choose_contents(plan, lambda name: _location(plan, paths, name))
+    names, records = _write_sidecar(workspace, contents)
+    manifest = build_manifest(plan, __version__, contents.weights, execution.results, names, records)
+    return manifest, execution.resumed_bytes
 
 
 def _location(plan: Plan, paths: Sequence[Path], name: str) -> Location:
@@ -160,8 +163,8 @@ def _location(plan: Plan, paths: Sequence[Path], name: str) -> Location:
     return Location(paths[number], len(plan.files[number].header), plan.checkpoint.tensors[name])
 
 
-def _write_sidecar(workspace: Workspace, derived: Derived) -> tuple[list[str], dict[str, FileRecord]]:
-    files = sidecar_files(derived, __version__)
+def _write_sidecar(workspace: Workspace, contents: sidecar.SidecarContents) -> tuple[list[str], dict[str, FileRecord]]:
+    files = sidecar.lay_out(contents.tensors, __version__)
     records = {file.name: _write_file(workspace, file.name, file.size, sidecar.file_chunks(file)) for file in files}
     if files:
         index = np.frombuffer(sidecar.index_json(files), dtype=np.uint8)
@@ -193,6 +196,9 @@ def _result(plan: Plan, output: Path, manifest: Manifest, resumed: int, seconds:
         counts=manifest.counts,
         nan_tensors=manifest.nan_tensors,
         kernel_scales=Counter(_kernel_scale_kind(record) for record in manifest.weights.values()),
+        no_kernel_scale=tuple(
+            sorted({record.reason for record in manifest.weights.values() if record.kernel_scale is None})
+        ),
         split=len(manifest.split),
         warnings=plan.warnings + _data_warnings(manifest),
         seconds=seconds,

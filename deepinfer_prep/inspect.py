@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepinfer_prep.files.checkpoint import open_checkpoint
-from deepinfer_prep.kernel_scale import PlannedWeight
+from deepinfer_prep.kernel_scale import Absent, PlannedWeight, describe
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import Plan, plan_conversion
 from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, ProgressCallback, default_workers
@@ -61,6 +61,8 @@ class Inspection:
     """Memory that convert takes for data, whatever the model's size."""
     kernel_scales: Mapping[str, int]
     """Quantized weights by where their kernel scale is or may come from, or the reason why there is none."""
+    no_kernel_scale: tuple[str, ...]
+    """Those keys of `kernel_scales` that are reasons why there is none."""
     split: tuple[str, ...]
     activation_scales: tuple[str, ...]
     unscaled: tuple[str, ...]
@@ -110,7 +112,10 @@ def summarise(
         output_bytes=plan.output_bytes,
         sidecar_bytes=plan.sidecar_bytes,
         buffer_bytes=workers * chunk_size,
-        kernel_scales=Counter(_kernel_scale(weight) for weight in plan.weights),
+        kernel_scales=Counter(describe(weight.kernel_scale) for weight in plan.weights),
+        no_kernel_scale=tuple(
+            sorted({weight.kernel_scale.reason for weight in plan.weights if isinstance(weight.kernel_scale, Absent)})
+        ),
         split=plan.split,
         activation_scales=plan.activation_scales,
         unscaled=plan.unscaled,
@@ -134,15 +139,6 @@ def _scan(plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback 
         unscaled_bytes=sum(plan.checkpoint.tensors[name].nbytes for name in plan.unscaled),
         unsafe=find_unsafe(plan, workers, chunk_size, progress),
     )
-
-
-def _kernel_scale(weight: PlannedWeight) -> str:
-    if weight.kernel_scale.stored:
-        return "stored"
-    if weight.kernel_scale.derived is None:
-        return weight.kernel_scale.reason
-    conditions = weight.kernel_scale.derived.conditions
-    return f"derived where {' and '.join(conditions)}" if conditions else "derived"
 
 
 def _kinds(plan: Plan) -> Iterator[KindRow]:

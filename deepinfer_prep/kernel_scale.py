@@ -33,17 +33,13 @@ class NoKernelScaleError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class KernelScalePlan:
-    """What headers alone say: the scale is `stored` already, may be `derived` from values, or there is none."""
-
-    stored: bool = False
-    derived: DerivedScale | None = None
-    reason: str = ""
+class Stored:
+    """The scale that the checkpoint stores has the kernels' form already and is used as it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class DerivedScale:
-    """How one stored scale maps to the kernel's grid; whether its values allow it only the data can tell."""
+class Derived:
+    """How one stored scale maps to the kernel's grid; only the values tell whether its `conditions` hold."""
 
     scale_dtype: str
     matrices: int
@@ -73,11 +69,31 @@ class DerivedScale:
 
 
 @dataclass(frozen=True, slots=True)
+class Absent:
+    """No kernel scale exists for the weight; `reason` is a sentence part that says why."""
+
+    reason: str
+
+
+KernelScale = Stored | Derived | Absent
+"""Where the kernel scale of a weight comes from."""
+
+
+def describe(kernel_scale: KernelScale) -> str:
+    """Where a kernel scale comes from, or the reason why there is none, as a sentence part."""
+    if isinstance(kernel_scale, Absent):
+        return kernel_scale.reason
+    if isinstance(kernel_scale, Stored) or not kernel_scale.conditions:
+        return "stored" if isinstance(kernel_scale, Stored) else "derived"
+    return f"derived where {' and '.join(kernel_scale.conditions)}"
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedWeight:
     """A quantized weight with what is known about its kernel scale before data is read."""
 
     quantized: QuantizedWeight
-    kernel_scale: KernelScalePlan
+    kernel_scale: KernelScale
 
 
 def plan_weight(checkpoint: Checkpoint, quantized: QuantizedWeight) -> PlannedWeight:
@@ -86,29 +102,27 @@ def plan_weight(checkpoint: Checkpoint, quantized: QuantizedWeight) -> PlannedWe
     return PlannedWeight(quantized, plan_kernel_scale(quantized, weight, scale))
 
 
-def plan_kernel_scale(quantized: QuantizedWeight, weight: TensorInfo, scale: TensorInfo) -> KernelScalePlan:
+def plan_kernel_scale(quantized: QuantizedWeight, weight: TensorInfo, scale: TensorInfo) -> KernelScale:
     """Decide from names, shapes and the stated blocks where a weight's kernel scale comes from."""
     if quantized.no_kernel_scale:
-        return KernelScalePlan(reason=quantized.no_kernel_scale)
+        return Absent(quantized.no_kernel_scale)
     if quantized.block is None:
-        return KernelScalePlan(reason=quantized.block_problem or "nothing states the block size")
+        return Absent(quantized.block_problem or "nothing states the block size")
     kernel_block = (1, KERNEL_BLOCK) if quantized.element == "e2m1" else (KERNEL_BLOCK, KERNEL_BLOCK)
     rows, columns = matrix_shape(weight.shape, quantized.element)
     kernel_shape = (*weight.shape[:-2], *grid_shape(rows, columns, kernel_block))
     if quantized.block == kernel_block and scale.dtype in _E8M0_DTYPES and scale.shape == kernel_shape:
-        return KernelScalePlan(stored=True)
+        return Stored()
     if quantized.element == "e2m1":
-        return KernelScalePlan(reason="an fp4 weight's kernel scale is one e8m0 byte a row and 32 columns")
+        return Absent("an fp4 weight's kernel scale is one e8m0 byte a row and 32 columns")
     problem = _misaligned(quantized.block, rows, columns)
     if problem:
-        return KernelScalePlan(reason=problem)
+        return Absent(problem)
     matrices = math.prod(weight.shape[:-2])
     grid = grid_shape(rows, columns, quantized.block)
     if scale.elements != matrices * grid[0] * grid[1]:
-        return KernelScalePlan(reason=f"the scale has {scale.elements:,} values where {matrices} x {grid} are needed")
-    return KernelScalePlan(
-        derived=DerivedScale(scale.dtype, matrices, grid, quantized.block, rows, columns, kernel_shape)
-    )
+        return Absent(f"the scale has {scale.elements:,} values where {matrices} x {grid} are needed")
+    return Derived(scale.dtype, matrices, grid, quantized.block, rows, columns, kernel_shape)
 
 
 def is_outside_kernels(weight: TensorInfo, element: Element) -> bool:
@@ -125,12 +139,31 @@ def _misaligned(block: tuple[int, int], rows: int, columns: int) -> str:
     return f"blocks of {block[0]}x{block[1]} do not line up with the kernel's blocks of 32x32"
 
 
-def derive(plan: DerivedScale, read: ReadBytes) -> Iterator[fp8.U8]:
+def derive(plan: Derived, read: ReadBytes) -> Iterator[fp8.U8]:
     """Yield the kernel scale's bytes in order, some rows at a time, from the (doubled) stored scale.
 
     Raises:
         NoKernelScaleError: a value is no positive power of two, or the 32 rows of a block disagree.
     """
+    columns = np.arange(plan.shape[-1]) * KERNEL_BLOCK // plan.block[1]
+    for rows in _kernel_rows(plan, read):
+        yield np.ascontiguousarray(rows[:, columns]).reshape(-1)
+
+
+def resolve(plan: Derived, read: ReadBytes) -> Derived | Absent:
+    """The plan where the values of the stored scale fulfil its conditions; nothing is read where there are none."""
+    if not plan.conditions:
+        return plan
+    try:
+        for _ in _kernel_rows(plan, read):
+            pass
+    except NoKernelScaleError as error:
+        return Absent(str(error))
+    return plan
+
+
+def _kernel_rows(plan: Derived, read: ReadBytes) -> Iterator[fp8.U8]:
+    """The kernel scale's rows, some at a time, with one byte for each column of the stored scale."""
     item = tensor_nbytes(plan.scale_dtype, (1,))
     grid_rows, grid_columns = plan.grid
     row_bytes = grid_columns * item
@@ -145,17 +178,10 @@ def derive(plan: DerivedScale, read: ReadBytes) -> Iterator[fp8.U8]:
             bottom = math.ceil(min(last * KERNEL_BLOCK, plan.rows) / plan.block[0])
             raw = read((base + top) * row_bytes, (base + bottom) * row_bytes)
             grid = _exponents(raw, plan.scale_dtype).reshape(bottom - top, grid_columns)
-            yield _to_kernel_rows(plan, grid, top, first, last)
-
-
-def _to_kernel_rows(plan: DerivedScale, grid: fp8.U8, top: int, first: int, last: int) -> fp8.U8:
-    together = KERNEL_BLOCK // plan.block[0]
-    if together > 1:
-        rows = _agreed_rows(grid, together, last - first)
-    else:
-        rows = grid[np.arange(first, last) * KERNEL_BLOCK // plan.block[0] - top]
-    columns = np.arange(plan.shape[-1]) * KERNEL_BLOCK // plan.block[1]
-    return np.ascontiguousarray(rows[:, columns]).reshape(-1)
+            if grid_rows_per_kernel_row > 1:
+                yield _agreed_rows(grid, grid_rows_per_kernel_row, last - first)
+            else:
+                yield grid[np.arange(first, last) * KERNEL_BLOCK // plan.block[0] - top]
 
 
 def _agreed_rows(grid: fp8.U8, together: int, count: int) -> fp8.U8:

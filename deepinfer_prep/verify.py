@@ -92,7 +92,7 @@ def verify_checkpoint(
         files=len(manifest.files),
         tensors=len(opened.main),
         quantized_weights=len(manifest.weights),
-        sidecar_tensors=len(opened.beside),
+        sidecar_tensors=len(opened.in_sidecar),
         bytes_read=sum(record.size for record in manifest.files.values()),
         nan_codes=nan_codes,
         differences=findings.count,

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from deepinfer_prep import kernel_scale
 from deepinfer_prep.files.container import TensorInfo
-from deepinfer_prep.kernel_scale import DerivedScale, NoKernelScaleError, derive, is_outside_kernels, plan_kernel_scale
+from deepinfer_prep.kernel_scale import (
+    Absent,
+    Derived,
+    KernelScale,
+    NoKernelScaleError,
+    Stored,
+    derive,
+    is_outside_kernels,
+    plan_kernel_scale,
+    resolve,
+)
 from deepinfer_prep.quantized import Element, QuantizedWeight, grid_shape, tensor_nbytes
 
 Block = tuple[int, int]
@@ -30,13 +40,13 @@ def plan_for(
     block: Block | None,
     element: Element = "e4m3",
     **reasons: str,
-) -> kernel_scale.KernelScalePlan:
+) -> KernelScale:
     quantized = QuantizedWeight("w", "s", element, block, **reasons)
     weight = info("w", "F8_E4M3" if element == "e4m3" else "I8", shape)
     return plan_kernel_scale(quantized, weight, info("s", scale_dtype, scale_shape))
 
 
-def derived_bytes(plan: DerivedScale, raw: bytes) -> Bytes:
+def derived_bytes(plan: Derived, raw: bytes) -> Bytes:
     stored = np.frombuffer(raw, np.uint8)
     return np.concatenate([chunk.copy() for chunk in derive(plan, lambda start, stop: stored[start:stop])])
 
@@ -58,8 +68,8 @@ def test_what_the_values_have_to_fulfil_is_said(
     dtype: str, grid: tuple[int, int], block: Block, conditions: tuple[str, ...]
 ) -> None:
     plan = plan_for((128, 256), dtype, grid, block)
-    assert plan.derived is not None
-    assert plan.derived.conditions == conditions
+    assert isinstance(plan, Derived)
+    assert plan.conditions == conditions
 
 
 @pytest.mark.parametrize("dtype", ["F8_E8M0", "U8"])
@@ -77,7 +87,7 @@ def test_a_stored_scale_of_the_kernels_form_is_used_as_it_is(
     shape: tuple[int, ...], grid: tuple[int, ...], block: Block, element: Element, dtype: str
 ) -> None:
     plan = plan_for(shape, dtype, grid, block, element)
-    assert (plan.stored, plan.derived, plan.reason) == (True, None, "")
+    assert plan == Stored()
 
 
 @pytest.mark.parametrize(
@@ -94,14 +104,14 @@ def test_a_stored_scale_of_the_kernels_form_is_used_as_it_is(
 )
 def test_what_headers_alone_rule_out_has_a_reason(arguments: tuple[object, ...], reason: str) -> None:
     plan = plan_for(*arguments)  # type: ignore[arg-type]
-    assert (plan.stored, plan.derived) == (False, None)
+    assert isinstance(plan, Absent)
     assert plan.reason.startswith(reason)
 
 
 def test_the_familys_reasons_come_first() -> None:
     table = plan_for((64, 64), "F8_E8M0", (2, 2), (32, 32), no_kernel_scale="it is a table")
     unknown = plan_for((64, 64), "F8_E8M0", (2, 2), None, block_problem="the grid is odd")
-    assert (table.reason, unknown.reason) == ("it is a table", "the grid is odd")
+    assert (table, unknown) == (Absent("it is a table"), Absent("the grid is odd"))
 
 
 @pytest.mark.parametrize(
@@ -134,8 +144,8 @@ def encode(dtype: str, exponents: npt.NDArray[np.int_]) -> bytes:
 def test_every_power_of_two_becomes_its_biased_exponent(dtype: str) -> None:
     low, high = EXTREMES[dtype]
     exponents = np.arange(low, high + 1)
-    plan = plan_for((32 * exponents.size, 32), dtype, (exponents.size, 1), (32, 32)).derived
-    assert plan is not None
+    plan = plan_for((32 * exponents.size, 32), dtype, (exponents.size, 1), (32, 32))
+    assert isinstance(plan, Derived)
     np.testing.assert_array_equal(derived_bytes(plan, encode(dtype, exponents)), exponents + 127)
 
 
@@ -143,8 +153,8 @@ def test_every_power_of_two_becomes_its_biased_exponent(dtype: str) -> None:
     "value", [0.0, -1.0, 3.0, 1 + 2.0**-52, math.nan, math.inf, 2.0**-128, 2.0**128, 5e-324, -0.0], ids=repr
 )
 def test_other_values_have_no_kernel_form(value: float) -> None:
-    plan = plan_for((32, 64), "F64", (1, 2), (32, 32)).derived
-    assert plan is not None
+    plan = plan_for((32, 64), "F64", (1, 2), (32, 32))
+    assert isinstance(plan, Derived)
     with pytest.raises(NoKernelScaleError, match="not every scale is a positive power of two"):
         derived_bytes(plan, np.array([1.0, value]).tobytes())
 
@@ -198,16 +208,19 @@ def test_derived_scales_are_what_the_definition_says(
     plan = plan_for((matrices, rows, columns), dtype, (matrices, *grid), block)
     raw = (exponents + 127).astype(np.uint8).tobytes() if dtype in ("F8_E8M0", "U8") else encode(dtype, exponents)
     expected = brute_force((matrices, rows, columns), block, exponents)
-    if plan.stored:
+    if plan == Stored():
         assert expected is not None
         assert expected.tobytes() == raw
         return
-    assert plan.derived is not None, plan.reason
+    assert isinstance(plan, Derived), plan
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_scale, "_ROWS_AT_ONCE_BYTES", at_once)
+        stored = np.frombuffer(raw, np.uint8)
+        resolved = resolve(plan, lambda start, stop: stored[start:stop])
+        assert isinstance(resolved, Absent) == (expected is None)
         if expected is None:
             with pytest.raises(NoKernelScaleError, match="rows that share a block of 32 have different scales"):
-                derived_bytes(plan.derived, raw)
+                derived_bytes(plan, raw)
         else:
-            assert plan.derived.shape == expected.shape
-            np.testing.assert_array_equal(derived_bytes(plan.derived, raw), expected.ravel())
+            assert plan.shape == expected.shape
+            np.testing.assert_array_equal(derived_bytes(plan, raw), expected.ravel())

@@ -9,7 +9,8 @@ from deepinfer_prep.checking.structure import OpenOutput
 from deepinfer_prep.manifest import Manifest
 from deepinfer_prep.naming import MANIFEST_NAME, SIDECAR_INDEX
 from deepinfer_prep.planning.plan import Plan
-from deepinfer_prep.writing.finish import derive_all, sidecar_files
+from deepinfer_prep.writing import sidecar
+from deepinfer_prep.writing.records import weight_records
 
 
 def compare_with_source(output: OpenOutput, manifest: Manifest, plan: Plan) -> Iterator[Difference]:
@@ -20,15 +21,16 @@ def compare_with_source(output: OpenOutput, manifest: Manifest, plan: Plan) -> I
     if not {weight.quantized.scale for weight in plan.weights} | set(plan.split) <= output.main.keys():
         yield Difference(MANIFEST_NAME, "tensors of the source are missing, so its sidecar cannot be compared")
         return
-    derived = derive_all(plan, lambda name: output.main[name])
-    planned |= {file.name: file.size for file in sidecar_files(derived, manifest.tool_version)}
+    contents = sidecar.choose_contents(plan, lambda name: output.main[name])
+    planned |= {file.name: file.size for file in sidecar.lay_out(contents.tensors, manifest.tool_version)}
     recorded = {name: record.size for name, record in manifest.files.items() if name != SIDECAR_INDEX}
     for name in sorted(planned.keys() | recorded.keys()):
         if planned.get(name) != recorded.get(name):
             problem = f"the source gives {_size(planned.get(name))}, the manifest says {_size(recorded.get(name))}"
             yield Difference(name, problem)
-    for name in sorted(derived.weights.keys() | manifest.weights.keys()):
-        if derived.weights.get(name) != manifest.weights.get(name):
+    weights = weight_records(contents.weights)
+    for name in sorted(weights.keys() | manifest.weights.keys()):
+        if weights.get(name) != manifest.weights.get(name):
             yield Difference(MANIFEST_NAME, "the record of this weight is not what the source gives", name)
     if set(manifest.unscaled) != set(plan.unscaled):
         yield Difference(MANIFEST_NAME, "the fp8 tensors without a scale are not those of the source")

@@ -12,7 +12,7 @@ from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.checking.structure import OpenOutput
 from deepinfer_prep.files.container import Location, read_stored
 from deepinfer_prep.files.storage import Readers
-from deepinfer_prep.kernel_scale import NoKernelScaleError, plan_kernel_scale
+from deepinfer_prep.kernel_scale import Absent, Derived, NoKernelScaleError, Stored, plan_kernel_scale
 from deepinfer_prep.manifest import Manifest, WeightRecord
 from deepinfer_prep.naming import MANIFEST_NAME
 from deepinfer_prep.quantized import QuantizedWeight
@@ -28,12 +28,12 @@ def check_sidecar(output: OpenOutput, manifest: Manifest) -> Iterator[Difference
             expected |= {half.name: half for half in sidecar.halves(name, output.main[name])}
     for weight, record in manifest.weights.items():
         yield from _expect_kernel_scale(output, weight, record, expected)
-    with closing(Readers()) as beside, closing(Readers()) as main:
-        for name, location in output.beside.items():
+    with closing(Readers()) as in_sidecar, closing(Readers()) as main:
+        for name, location in output.in_sidecar.items():
             if name not in expected:
                 yield Difference(location.path.name, "the manifest does not account for this sidecar tensor", name)
             else:
-                yield from _compare(location, expected[name], beside, main)
+                yield from _compare(location, expected[name], in_sidecar, main)
 
 
 def _expect_kernel_scale(
@@ -43,20 +43,19 @@ def _expect_kernel_scale(
         return
     scale = output.main[record.scale]
     quantized = QuantizedWeight(weight, record.scale, record.element, record.block)
-    plan = plan_kernel_scale(quantized, output.main[weight].tensor, scale.tensor)
+    kernel_scale = plan_kernel_scale(quantized, output.main[weight].tensor, scale.tensor)
     if record.kernel_scale == record.scale:
-        if not plan.stored:
+        if not isinstance(kernel_scale, Stored):
             yield Difference(MANIFEST_NAME, "its stored scale is not of the kernels' form", weight)
-    elif plan.derived is None:
-        yield Difference(MANIFEST_NAME, f"no kernel scale can be derived: {plan.reason}", weight)
+    elif isinstance(kernel_scale, Derived):
+        tensor = sidecar.derived_scale(weight, scale, kernel_scale)
+        expected[tensor.name] = tensor
     else:
-        origin = sidecar.KernelScale(scale, plan.derived)
-        expected[record.kernel_scale] = SidecarTensor(
-            record.kernel_scale, "U8", plan.derived.shape, plan.derived.nbytes, origin
-        )
+        problem = kernel_scale.reason if isinstance(kernel_scale, Absent) else "the stored scale is one already"
+        yield Difference(MANIFEST_NAME, f"no kernel scale can be derived: {problem}", weight)
 
 
-def _compare(found: Location, expected: SidecarTensor, beside: Readers, main: Readers) -> Iterator[Difference]:
+def _compare(found: Location, expected: SidecarTensor, in_sidecar: Readers, main: Readers) -> Iterator[Difference]:
     file, name = found.path.name, expected.name
     if (found.tensor.dtype, found.tensor.shape) != (expected.dtype, expected.shape):
         problem = (
@@ -67,7 +66,7 @@ def _compare(found: Location, expected: SidecarTensor, beside: Readers, main: Re
     position, item = 0, max(1, expected.nbytes // max(1, found.tensor.elements))
     try:
         for chunk in sidecar.tensor_chunks(expected, main):
-            actual = read_stored(found, position, position + chunk.size, beside)
+            actual = read_stored(found, position, position + chunk.size, in_sidecar)
             if not np.array_equal(actual, chunk):
                 first = (position + int(np.flatnonzero(actual != chunk)[0])) // item
                 yield Difference(file, "is not what the main shards give", name, first)

@@ -26,7 +26,7 @@ class OpenOutput:
     sidecar: Mapping[str, Shard]
     main: Mapping[str, Location]
     """Tensors of the main shards."""
-    beside: Mapping[str, Location]
+    in_sidecar: Mapping[str, Location]
     """Tensors of the sidecar."""
 
 
@@ -35,8 +35,8 @@ def check_output(folder: Path, manifest: Manifest) -> tuple[OpenOutput, list[Dif
     differences = [*_check_files(folder, manifest), *_check_foreign(folder, manifest)]
     shards = _open(folder, manifest.shards, differences)
     sidecar = _open(folder, manifest.sidecar, differences)
-    main, beside = _locations(shards, differences), _locations(sidecar, differences)
-    output = OpenOutput(folder, shards, sidecar, main, beside)
+    main, in_sidecar = _locations(shards, differences), _locations(sidecar, differences)
+    output = OpenOutput(folder, shards, sidecar, main, in_sidecar)
     differences += _check_indexes(output, manifest)
     differences += _check_names(output, manifest)
     return output, differences
@@ -103,13 +103,13 @@ def _check_names(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]
         yield from _check_dtype(output.main, weight, _WEIGHT_DTYPES[record.element])
         yield from _check_present(output.main, record.scale)
         if record.kernel_scale is not None and record.kernel_scale != record.scale:
-            yield from _check_present(output.beside, record.kernel_scale)
+            yield from _check_present(output.in_sidecar, record.kernel_scale)
     for name in manifest.unscaled:
         yield from _check_dtype(output.main, name, _WEIGHT_DTYPES["e4m3"])
     for name, split in manifest.split.items():
         yield from _check_dtype(output.main, name, ("F32",))
-        yield from _check_dtype(output.beside, split.hi, ("BF16",))
-        yield from _check_dtype(output.beside, split.lo, ("BF16",))
+        yield from _check_dtype(output.in_sidecar, split.hi, ("BF16",))
+        yield from _check_dtype(output.in_sidecar, split.lo, ("BF16",))
 
 
 def _check_present(tensors: Mapping[str, Location], name: str) -> Iterator[Difference]:

@@ -44,7 +44,7 @@ def inspection_text(result: Inspection) -> str:
         f"output         {format_size(result.output_bytes)}, and a sidecar of at most "
         f"{format_size(result.sidecar_bytes)}",
         f"memory         {format_size(result.buffer_bytes)} of buffers, whatever the size of the model",
-        *_kernel_scale_lines(result.kernel_scales),
+        *_kernel_scale_lines(result.kernel_scales, result.no_kernel_scale),
     ]
     if result.scan is not None:
         scan = result.scan
@@ -70,7 +70,7 @@ def conversion_text(result: ConversionResult) -> str:
         f"fp8 codes      {counts.misread:,} above 240 brought into range, {counts.rounded:,} rounded, "
         f"{counts.nan:,} NaN",
         f"split          {result.split:,} matrices into bf16 hi + lo",
-        *_kernel_scale_lines(result.kernel_scales),
+        *_kernel_scale_lines(result.kernel_scales, result.no_kernel_scale),
     ]
     return "\n".join([*lines, *_remarks(result.warnings, ())])
 
@@ -93,11 +93,10 @@ def verification_text(result: VerificationResult) -> str:
     return "\n".join(lines)
 
 
-def _kernel_scale_lines(kinds: Mapping[str, int]) -> Iterator[str]:
+def _kernel_scale_lines(kinds: Mapping[str, int], reasons: Sequence[str]) -> Iterator[str]:
     for position, (kind, count) in enumerate(sorted(kinds.items(), key=lambda item: -item[1])):
         label = "kernel scales" if position == 0 else ""
-        known = kind if kind.startswith(("stored", "derived")) else f"none: {kind}"
-        yield f"{label:<14} {count:,} {known}"
+        yield f"{label:<14} {count:,} {f'none: {kind}' if kind in reasons else kind}"
 
 
 def _remarks(warnings: Sequence[str], refusals: Sequence[str]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from deepinfer_prep.families import Layout, read_layout
 from deepinfer_prep.files.checkpoint import Checkpoint, Shard
 from deepinfer_prep.files.container import TensorInfo, encode_header
 from deepinfer_prep.files.source_files import FileState, OtherFile
-from deepinfer_prep.kernel_scale import PlannedWeight, plan_weight
+from deepinfer_prep.kernel_scale import Derived, PlannedWeight, plan_weight
 from deepinfer_prep.naming import MARKER, MAX_MARKER
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.refusals import refuse
@@ -107,8 +107,8 @@ class Plan:
     def sidecar_bytes(self) -> int:
         """Upper bound of the sidecar's tensor bytes; scales whose values have no kernel form are left out."""
         halves = sum(self.checkpoint.tensors[name].nbytes for name in self.split)
-        scales = (weight.kernel_scale.derived for weight in self.weights)
-        return halves + sum(scale.nbytes for scale in scales if scale is not None)
+        scales = (weight.kernel_scale for weight in self.weights)
+        return halves + sum(scale.nbytes for scale in scales if isinstance(scale, Derived))
 
 
 def plan_conversion(checkpoint: Checkpoint, options: Options, tool_version: str = __version__) -> Plan:

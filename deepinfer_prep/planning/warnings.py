@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from deepinfer_prep.families import Layout
 from deepinfer_prep.files.checkpoint import Checkpoint
-from deepinfer_prep.kernel_scale import KERNEL_COLUMNS, KERNEL_ROWS, PlannedWeight, is_outside_kernels
+from deepinfer_prep.kernel_scale import KERNEL_COLUMNS, KERNEL_ROWS, Absent, PlannedWeight, is_outside_kernels
 from deepinfer_prep.options import Options
 
 
@@ -43,7 +43,7 @@ def _outside_kernels(checkpoint: Checkpoint, weights: tuple[PlannedWeight, ...])
     found = [
         checkpoint.tensors[weight.quantized.weight]
         for weight in weights
-        if (weight.kernel_scale.stored or weight.kernel_scale.derived)
+        if not isinstance(weight.kernel_scale, Absent)
         and is_outside_kernels(checkpoint.tensors[weight.quantized.weight], weight.quantized.element)
     ]
     if found:

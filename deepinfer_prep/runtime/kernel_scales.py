@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from deepinfer_prep.errors import PrepError
-from deepinfer_prep.kernel_scale import KERNEL_BLOCK, DerivedScale, NoKernelScaleError, derive
+from deepinfer_prep.kernel_scale import KERNEL_BLOCK, Derived, NoKernelScaleError, derive
 from deepinfer_prep.quantized import grid_shape
 from deepinfer_prep.runtime import held_tensors
 
@@ -46,7 +46,7 @@ def e4m3_scales(weight: torch.Tensor, scale: torch.Tensor) -> KernelScales:
         return KernelScales(e8m0=grid.contiguous())
     kernel_grid = (*lead, *grid_shape(rows, columns, (KERNEL_BLOCK, KERNEL_BLOCK)))
     name = held_tensors.FLOAT_NAMES.get(grid.dtype, "F8_E8M0")
-    plan = DerivedScale(name, math.prod(lead), _last_two(grid), block, rows, columns, kernel_grid)
+    plan = Derived(name, math.prod(lead), _last_two(grid), block, rows, columns, kernel_grid)
     stored = _row_major(grid.cpu()).view(torch.uint8).numpy().reshape(-1)
     try:
         codes = np.concatenate(list(derive(plan, lambda start, stop: stored[start:stop])))

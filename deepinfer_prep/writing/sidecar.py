@@ -1,12 +1,13 @@
-"""The sidecar: bf16 halves of split matrices and derived kernel scales, computed from the main shards.
+"""The sidecar: the files that hold what a graph needs beside the checkpoint's own tensors.
 
-`convert` computes it from the shards it has just written and `verify` from the ones it finds.
+These are the bf16 halves of split matrices and the kernel scales that no stored tensor already is. Both are computed
+from finished main shards: `convert` takes those it has just written, `verify` those that it finds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
@@ -16,11 +17,15 @@ import numpy as np
 from deepinfer_prep import fp8
 from deepinfer_prep.files.container import Location, TensorInfo, encode_header, read_stored
 from deepinfer_prep.files.storage import Readers
-from deepinfer_prep.kernel_scale import DerivedScale, NoKernelScaleError, derive
-from deepinfer_prep.naming import HI_SUFFIX, KERNEL_SCALE_SUFFIX, LO_SUFFIX
+from deepinfer_prep.kernel_scale import Derived, PlannedWeight, ReadBytes, derive, resolve
+from deepinfer_prep.naming import HI_SUFFIX, KERNEL_SCALE_SUFFIX, LO_SUFFIX, MARKER, MAX_MARKER, SIDECAR_PREFIX
+from deepinfer_prep.planning.plan import Plan
 
 MAX_FILE_BYTES = 4 * 1024**3
 _CHUNK_BYTES = 4 * 1024 * 1024
+
+Locate = Callable[[str], Location]
+"""Finds a tensor of the finished main shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +37,11 @@ class Half:
 
 
 @dataclass(frozen=True, slots=True)
-class KernelScale:
+class DerivedScale:
     """A kernel scale derived from a stored, already doubled scale."""
 
     source: Location
-    plan: DerivedScale
+    plan: Derived
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,15 @@ class SidecarTensor:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    origin: Half | KernelScale
+    origin: Half | DerivedScale
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarContents:
+    """The sidecar's tensors, and every quantized weight with what its values say of its kernel scale."""
+
+    tensors: tuple[SidecarTensor, ...]
+    weights: tuple[PlannedWeight, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +86,36 @@ def halves(name: str, source: Location) -> tuple[SidecarTensor, SidecarTensor]:
     )
 
 
-def kernel_scale(weight: str, source: Location, plan: DerivedScale, readers: Readers) -> SidecarTensor | str:
-    """The sidecar tensor of a derived kernel scale, or the reason why the scale's values allow none."""
-    tensor = SidecarTensor(weight + KERNEL_SCALE_SUFFIX, "U8", plan.shape, plan.nbytes, KernelScale(source, plan))
-    try:
-        for _ in tensor_chunks(tensor, readers):
-            pass
-    except NoKernelScaleError as error:
-        return str(error)
-    return tensor
+def derived_scale(weight: str, source: Location, plan: Derived) -> SidecarTensor:
+    """The sidecar tensor of a weight's derived kernel scale; `source` is the stored scale."""
+    return SidecarTensor(weight + KERNEL_SCALE_SUFFIX, "U8", plan.shape, plan.nbytes, DerivedScale(source, plan))
+
+
+def choose_contents(plan: Plan, locate: Locate) -> SidecarContents:
+    """Decide what the sidecar of a planned conversion holds; of tensor data only scales are read.
+
+    Args:
+        locate: finds a tensor of the finished main shards.
+
+    Raises:
+        PrepError, OSError: a scale cannot be read.
+    """
+    tensors = [half for name in plan.split for half in halves(name, locate(name))]
+    weights = []
+    with closing(Readers()) as readers:
+        for weight in plan.weights:
+            kernel_scale = weight.kernel_scale
+            if isinstance(kernel_scale, Derived):
+                source = locate(weight.quantized.scale)
+                kernel_scale = resolve(kernel_scale, _reader(source, readers))
+                if isinstance(kernel_scale, Derived):
+                    tensors.append(derived_scale(weight.quantized.weight, source, kernel_scale))
+            weights.append(PlannedWeight(weight.quantized, kernel_scale))
+    return SidecarContents(tuple(tensors), tuple(weights))
+
+
+def _reader(source: Location, readers: Readers) -> ReadBytes:
+    return lambda start, stop: read_stored(source, start, stop, readers)
 
 
 def tensor_chunks(tensor: SidecarTensor, readers: Readers) -> Iterator[fp8.U8]:
@@ -92,8 +126,8 @@ def tensor_chunks(tensor: SidecarTensor, readers: Readers) -> Iterator[fp8.U8]:
         NoExactResultError: a matrix holds a value that is not finite in bf16.
     """
     source = tensor.origin.source
-    if isinstance(tensor.origin, KernelScale):
-        yield from derive(tensor.origin.plan, lambda start, stop: read_stored(source, start, stop, readers))
+    if isinstance(tensor.origin, DerivedScale):
+        yield from derive(tensor.origin.plan, _reader(source, readers))
         return
     position = 0 if tensor.origin.which == "hi" else 1
     for start in range(0, source.tensor.nbytes, _CHUNK_BYTES):
@@ -109,8 +143,9 @@ def file_chunks(file: SidecarFile) -> Iterator[fp8.U8]:
             yield from tensor_chunks(tensor, readers)
 
 
-def lay_out(tensors: Iterable[SidecarTensor], metadata: Mapping[str, str], name_prefix: str) -> list[SidecarFile]:
+def lay_out(tensors: Iterable[SidecarTensor], tool_version: str) -> list[SidecarFile]:
     """Distribute tensors over files of at most 4 GiB, the 2-byte ones first so that all lie aligned."""
+    metadata = {"format": "pt", MARKER: tool_version, MAX_MARKER: str(fp8.FP8_MAX)}
     ordered = sorted(tensors, key=lambda tensor: (tensor.dtype != "BF16", tensor.name))
     groups: list[list[SidecarTensor]] = []
     room = 0
@@ -120,7 +155,7 @@ def lay_out(tensors: Iterable[SidecarTensor], metadata: Mapping[str, str], name_
             room = MAX_FILE_BYTES
         groups[-1].append(tensor)
         room -= tensor.nbytes
-    names = [f"{name_prefix}{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    names = [f"{SIDECAR_PREFIX}{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     return [
         SidecarFile(name, encode_header(_infos(group), metadata), tuple(group))
         for name, group in zip(names, groups, strict=True)

@@ -428,7 +428,7 @@ def test_an_interrupted_run_with_options_is_resumed(tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(deepinfer_prep.convert, "derive_all", stop)
+        patch.setattr(deepinfer_prep.convert.sidecar, "choose_contents", stop)
         with pytest.raises(KeyboardInterrupt):
             convert_checkpoint(source, output, options=options)
     with pytest.raises(RefusedError, match="options differ"):

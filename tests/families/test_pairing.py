@@ -16,6 +16,7 @@ from deepinfer_prep import convert_checkpoint
 from deepinfer_prep.families import FAMILIES, read_layout
 from deepinfer_prep.families.protocol import Layout
 from deepinfer_prep.files.checkpoint import open_checkpoint
+from deepinfer_prep.kernel_scale import Absent
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import Plan, plan_conversion
 from tests.families.raw import read_file
@@ -291,6 +292,7 @@ def test_config_and_grid_that_disagree_are_reported_and_converted(
     assert set(plan.operations) == {"l.weight", "l.weight_scale"}
     (weight,) = plan.weights
     assert weight.quantized.block is None
+    assert isinstance(weight.kernel_scale, Absent)
     assert problem in weight.kernel_scale.reason
     assert any(problem in warning and "l.weight" in warning for warning in plan.warnings)
 

@@ -1,0 +1,63 @@
+"""What the manifest says of a finished conversion, put together from the plan and from what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from deepinfer_prep.files.segments import segments
+from deepinfer_prep.kernel_scale import Absent, PlannedWeight, Stored
+from deepinfer_prep.manifest import FORMAT_VERSION, Counts, FileRecord, Manifest, SplitRecord, WeightRecord
+from deepinfer_prep.naming import HI_SUFFIX, KERNEL_SCALE_SUFFIX, LO_SUFFIX
+from deepinfer_prep.planning.plan import Plan
+from deepinfer_prep.writing.journal import SegmentDone
+from deepinfer_prep.writing.output_bytes import Tally
+
+
+def weight_records(weights: Iterable[PlannedWeight]) -> dict[str, WeightRecord]:
+    """The record of every quantized weight, by its name; `weights` as `choose_contents` returns them."""
+    return {weight.quantized.weight: _weight_record(weight) for weight in weights}
+
+
+def _weight_record(weight: PlannedWeight) -> WeightRecord:
+    quantized, kernel_scale = weight.quantized, weight.kernel_scale
+    if isinstance(kernel_scale, Absent):
+        return WeightRecord(quantized.element, quantized.block, quantized.scale, None, kernel_scale.reason)
+    is_stored = isinstance(kernel_scale, Stored)
+    name = quantized.scale if is_stored else quantized.weight + KERNEL_SCALE_SUFFIX
+    return WeightRecord(quantized.element, quantized.block, quantized.scale, name)
+
+
+def build_manifest(
+    plan: Plan,
+    tool_version: str,
+    weights: Iterable[PlannedWeight],
+    results: Mapping[tuple[str, int], SegmentDone],
+    sidecar_names: Iterable[str],
+    sidecar_records: Mapping[str, FileRecord],
+) -> Manifest:
+    """Put the manifest of a finished output together."""
+    total = Tally()
+    for done in results.values():
+        total.add(done.tally)
+    files = {file.name: _file_record(file.name, file.size, results) for file in plan.files}
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        tool_version=tool_version,
+        family=plan.family,
+        source_fingerprint=plan.fingerprint,
+        options=plan.options.to_json(),
+        counts=Counts(total.counts.rounded, total.counts.nan, total.counts.misread),
+        nan_tensors=dict(sorted(total.nan_codes.items())),
+        shards=tuple(shard.name for shard in plan.checkpoint.shards),
+        sidecar=tuple(sidecar_names),
+        activation_scales=plan.activation_scales,
+        unscaled=plan.unscaled,
+        split={name: SplitRecord(name + HI_SUFFIX, name + LO_SUFFIX) for name in plan.split},
+        weights=weight_records(weights),
+        files={**files, **sidecar_records},
+    )
+
+
+def _file_record(name: str, size: int, results: Mapping[tuple[str, int], SegmentDone]) -> FileRecord:
+    count = len(list(segments(size)))
+    return FileRecord(size, tuple(results[name, number].digest for number in range(count)))
