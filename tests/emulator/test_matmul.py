@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
@@ -213,3 +214,61 @@ def test_dma_transpose(shape: tuple[int, ...]) -> None:
         return store(out)
 
     np.testing.assert_array_equal(execute(body, values).output, values.transpose(axes))
+
+
+# A sum does not depend on what stands beside it
+
+
+def wide(shape: tuple[int, ...], seed: int) -> Any:
+    """fp32 values over ten decades, whose sums round differently in every order."""
+    generator = np.random.default_rng(seed)
+    return (generator.standard_normal(shape) * 10.0 ** generator.uniform(-5, 5, shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("depth", [1, 7, 32, P])
+def test_a_block_of_a_matmul_does_not_depend_on_the_rest_of_the_shape(depth: int, dtype: Any) -> None:
+    with np.errstate(over="ignore"):
+        a, b = np.clip(wide((depth, P), 0), -6e4, 6e4).astype(dtype), wide((depth, 512), 1).astype(dtype)
+    b[0, 500] = np.inf
+    whole = matmul(a, b)
+    for rows, columns in ((slice(0, 1), slice(3, 4)), (slice(5, 38), slice(0, 256)), (slice(100, P), slice(490, 512))):
+        block = matmul(np.ascontiguousarray(a[:, rows]), np.ascontiguousarray(b[:, columns]))
+        np.testing.assert_array_equal(block.view(np.uint32), whole[rows, columns].copy().view(np.uint32))
+
+
+def test_a_matmul_is_the_exact_sum_rounded_once() -> None:
+    a, b = wide((P, 8), 2), wide((P, 8), 3)
+    exact = [[math.fsum(float(x) * float(y) for x, y in zip(a[:, i], b[:, j], strict=True)) for j in range(8)]
+             for i in range(8)]  # fmt: skip
+    np.testing.assert_allclose(matmul(a, b), np.float32(exact), rtol=2.0**-23)
+    np.testing.assert_array_equal(matmul(a[:2], b[:2]), np.float32(a[0].astype(float)[:, None] * b[0].astype(float)
+                                  + a[1].astype(float)[:, None] * b[1].astype(float)))  # fmt: skip
+
+
+def test_a_reduction_does_not_depend_on_how_many_rows_there_are_nor_on_how_they_lie() -> None:
+    data = wide((P, 24, 37), 4)
+
+    def body(x: Any) -> Any:
+        out = empty((x.shape[0], 1))
+        nisa.tensor_reduce(dst=out, op=nl.add, data=x, axis=(1, 2))
+        return out
+
+    def transposed(x: Any) -> Any:
+        return body(x.permute((0, 2, 1)))
+
+    whole = on_tiles(body, data)
+    np.testing.assert_array_equal(on_tiles(body, data[:1]), whole[:1])
+    swapped = np.ascontiguousarray(data.transpose(0, 2, 1))
+    np.testing.assert_array_equal(on_tiles(transposed, swapped), whole)
+
+
+def matmul(a: Any, b: Any) -> Any:
+    """nc_matmul of two arrays."""
+
+    def body(x: Any, y: Any) -> Any:
+        out = empty((x.shape[1], y.shape[1]), buffer=nl.psum)
+        nisa.nc_matmul(dst=out, stationary=x, moving=y)
+        return out
+
+    return on_tiles(body, a, b)

@@ -6,6 +6,7 @@ release-notes/components/nki 0.6.0 (fp32 to integer: round to nearest even and s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,60 @@ def _check_fp8(values: F32, result: Array, dtype: DType, op: str, role: str) -> 
     special = (result.view(np.uint8) & exponent) == exponent
     if special.any():
         refuse(rules.FP8_OVERFLOW, op, role, f"{values[special].flat[0]!r} written to {dtype}")
+
+
+SLICE_BITS = 22
+"""Bits of a slice in `exact_dot`: 256 products of two slices sum to less than 2^53, the integers of a float64."""
+
+
+def exact_dot(left: F32, right: F32) -> F32:
+    """left[k, m].T @ right[k, n], each element correct to float64 precision and then rounded once to fp32.
+
+    An element depends on its own column of `left` and of `right` alone: not on m, n, nor on the order in which the
+    machine's BLAS sums. Columns are cut into slices of SLICE_BITS bits below their largest element, as integers: every
+    partial sum of products of two slices is then an exact float64, in any order. k is at most 256.
+
+    Pseudocode:
+        dot = sum of slice_i(left).T @ slice_j(right) over i, j in a fixed order, in float64
+    """
+    total = np.zeros((left.shape[1], right.shape[1]))
+    (a, a_exponents), (b, b_exponents) = _scaled(left), _scaled(right)
+    lower = list(_slices(b))
+    for i, upper in enumerate(_slices(a)):
+        for j, other in enumerate(lower):
+            total += np.ldexp(upper.T @ other, -SLICE_BITS * (i + j + 2))
+    total = np.ldexp(total, a_exponents[:, None] + b_exponents[None, :])
+    special = np.logical_or.outer(~np.isfinite(left).all(axis=0), ~np.isfinite(right).all(axis=0))
+    if special.any():
+        total[special] = (left.astype(np.float64).T @ right.astype(np.float64))[special]  # inf or NaN in any order
+        total[np.isnan(total)] = np.nan
+    rounded: F32 = (total + 0.0).astype(np.float32)
+    return rounded
+
+
+def _scaled(values: F32) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.intc]]:
+    """Each column divided by the power of two that brings its largest element below 1, and the exponents of those."""
+    wide = np.where(np.isfinite(values), values, 0.0).astype(np.float64)
+    exponents = np.frexp(np.abs(wide).max(axis=0))[1]
+    return np.ldexp(wide, -exponents), exponents
+
+
+def _slices(values: npt.NDArray[np.float64]) -> Iterator[npt.NDArray[np.float64]]:
+    """Integers of SLICE_BITS bits whose sum, slice i times 2^(-SLICE_BITS (i + 1)), is `values` (below 1) exactly."""
+    rest = np.ldexp(values, SLICE_BITS)
+    while rest.any():
+        whole = np.rint(rest)
+        yield whole
+        rest = np.ldexp(rest - whole, SLICE_BITS)
+
+
+def tree_reduce(function: np.ufunc, values: F32) -> F32:
+    """The reduction of the last axis, as a tree of pairs: an order that depends on that axis' length alone."""
+    while values.shape[-1] > 1:
+        half, odd = divmod(values.shape[-1], 2)
+        pairs = function(values[..., :half], values[..., half : 2 * half])
+        values = np.concatenate((pairs, values[..., -1:]), axis=-1) if odd else pairs
+    return values[..., 0]
 
 
 def constant_f32(value: Any, op: str, role: str) -> np.float32:

@@ -10,7 +10,7 @@ import numpy as np
 from .. import geometry, hardware, rules
 from ..call import MATMUL, Call, Engine, free_elements
 from ..memory import OTHER, UNWRITTEN, Buffer
-from ..numeric import flush
+from ..numeric import exact_dot, flush
 from ..tensor import Tensor
 
 
@@ -163,7 +163,7 @@ def _compute(call: Call, left: Tensor, right: Tensor, out: Tensor, adds: bool, i
     m, n = a.shape[-1], free_elements(out)
     a, b = a.reshape(-1, m), b.reshape(-1, n)
     with np.errstate(all="ignore"):
-        product = flush(np.matmul(a.T, b), call.options).reshape(out.shape)
+        product = flush(exact_dot(a, b), call.options).reshape(out.shape)
         target = out.array()
         target[...] = flush(target + product, call.options) if adds else product
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import hardware, rules
 from ..call import Call, Engine, free_elements
-from ..numeric import F32, constant_f32, flush
+from ..numeric import F32, constant_f32, flush, tree_reduce
 from ..operators import ACTIVATIONS, BITVEC, BITVEC_REDUCING, REDUCING, Activation, alu_name, is_bitvec, op_name
 from ..tensor import Tensor
 from .elementwise import apply, scalar_operand
@@ -31,11 +31,15 @@ _UFUNCS: dict[str, np.ufunc] = {
 
 
 def reduce_f32(alu: str, values: F32, axes: tuple[int, ...]) -> F32:
-    """fp32 reduction over the last axes (subtract: the first element less all others)."""
+    """fp32 reduction over the last axes (subtract: the first element less all others).
+
+    Its order depends on the number of elements alone, not on how many rows are reduced nor on where they lie.
+    """
+    flat = values.reshape((*values.shape[: axes[0]], -1))
     if alu == "subtract":
-        flat = values.reshape((*values.shape[: axes[0]], -1))
-        return np.asarray(flat[..., 0] - np.add.reduce(flat[..., 1:], axis=-1, dtype=np.float32), np.float32)
-    return np.asarray(_UFUNCS[alu].reduce(values, axis=axes, dtype=np.float32), np.float32)
+        first, others = flat[..., 0], flat[..., 1:]
+        return first - tree_reduce(np.add, others) if others.shape[-1] else first
+    return tree_reduce(_UFUNCS[alu], flat)
 
 
 def tensor_reduce(
