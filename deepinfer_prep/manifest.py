@@ -15,7 +15,8 @@ from deepinfer_prep.errors import ManifestError
 from deepinfer_prep.naming import MANIFEST_NAME
 from deepinfer_prep.quantized import Element
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2: the sidecar lies in a folder of its own. 1 (deepinfer-prep 0.1.0): it lay beside the shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,9 @@ class Manifest:
     counts: Counts
     nan_tensors: Mapping[str, int]
     shards: tuple[str, ...]
-    """File names of the main shards; every other safetensors file is the sidecar."""
+    """File names of the main shards, which lie at the top of the folder."""
     sidecar: tuple[str, ...]
+    """Names of the sidecar's files, relative to the folder."""
     activation_scales: tuple[str, ...]
     """Static scales of activations and of the KV cache; `options` says whether they were doubled."""
     unscaled: tuple[str, ...]
@@ -117,6 +119,11 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
         version = data["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise ManifestError(f"{path} is damaged ({error!r}). Convert the checkpoint again.") from None
+    if version == 1:
+        raise ManifestError(
+            f"{path} has format version 1: the output was written by deepinfer-prep 0.1.0, which put tensors of its "
+            "own beside the shards, where several loaders stop at them. Convert the original checkpoint again."
+        )
     if version != FORMAT_VERSION:
         raise ManifestError(
             f"{path} has format version {version!r}, but this version of deepinfer-prep reads {FORMAT_VERSION}. "

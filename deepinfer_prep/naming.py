@@ -12,8 +12,11 @@ PREFERRED_INDEX = "model" + INDEX_SUFFIX
 
 MANIFEST_NAME = "neuron_manifest.json"
 """The file that makes a folder a finished output; written last."""
-SIDECAR_PREFIX = "neuron-"
-SIDECAR_INDEX = "neuron.safetensors.index.json"
+SIDECAR_FOLDER = "neuron"
+"""Folder inside an output that holds the sidecar: loaders that take every safetensors file beside the index, whatever
+the index names, must find nothing there but the source's tensors."""
+SIDECAR_PREFIX = SIDECAR_FOLDER + "/neuron-"
+SIDECAR_INDEX = SIDECAR_FOLDER + "/neuron" + INDEX_SUFFIX
 
 HI_SUFFIX, LO_SUFFIX = ".hi", ".lo"
 """Suffixes of the two bf16 tensors that a split fp32 matrix has in the sidecar."""

@@ -60,7 +60,7 @@ def test_all_other_files_are_copied_and_the_index_is_unchanged(sample: Path, pre
     assert "model.safetensors.index.json" in output
     assert any("/" in name for name in source), "the sample is meant to have folders"
     added = output.keys() - source.keys()
-    assert added == {MANIFEST, "neuron-00001-of-00001.safetensors", "neuron.safetensors.index.json"}
+    assert added == {MANIFEST, "neuron/neuron-00001-of-00001.safetensors", "neuron/neuron.safetensors.index.json"}
 
 
 def test_shards_say_who_wrote_them(prepared: Path) -> None:
@@ -70,14 +70,14 @@ def test_shards_say_who_wrote_them(prepared: Path) -> None:
 
 
 def test_the_sidecar_holds_halves_of_every_mixing_matrix(sample: Path, prepared: Path) -> None:
-    source, sidecar = load_checkpoint(sample), load_file(prepared / "neuron-00001-of-00001.safetensors")
+    source, sidecar = load_checkpoint(sample), load_file(prepared / "neuron/neuron-00001-of-00001.safetensors")
     names = [name for name in source if name.endswith(("hc_attn_fn", "hc_ffn_fn"))]
     assert sorted(sidecar) == sorted(f"{name}.{half}" for name in names for half in ("hi", "lo"))
     for name in names:
         hi = source[name].to(torch.bfloat16)
         assert torch.equal(sidecar[f"{name}.hi"], hi)
         assert torch.equal(sidecar[f"{name}.lo"], (source[name] - hi.float()).to(torch.bfloat16))
-    index = json.loads((prepared / "neuron.safetensors.index.json").read_text())
+    index = json.loads((prepared / "neuron/neuron.safetensors.index.json").read_text())
     assert index["weight_map"] == dict.fromkeys(sorted(sidecar), "neuron-00001-of-00001.safetensors")
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in sidecar.values())
 
@@ -115,7 +115,7 @@ def test_power_of_two_blocks_of_128_give_the_kernel_scale(tmp_path: Path) -> Non
     exponents = torch.randint(-100, 100, (3, 2))
     float_scaled(tmp_path / "source", torch.ldexp(torch.ones(3, 2), exponents), 300, 250, [128, 128])
     convert_checkpoint(tmp_path / "source", tmp_path / "out")
-    sidecar = load_file(tmp_path / "out" / "neuron-00001-of-00001.safetensors")
+    sidecar = load_file(tmp_path / "out" / "neuron/neuron-00001-of-00001.safetensors")
     found = sidecar["l.weight.nki_scale"]
     expected = (exponents + 127 + 1).repeat_interleave(4, 0).repeat_interleave(4, 1)[:10, :8]
     assert torch.equal(found, expected.to(torch.uint8))
@@ -313,6 +313,15 @@ def test_a_finished_output_is_replaced_only_when_asked(tmp_path: Path) -> None:
     convert_checkpoint(second, output, overwrite=True)
     assert set(tree(output)) == {MANIFEST, "model.safetensors"}
     assert verify_checkpoint(output, source=second).ok
+
+
+@pytest.mark.parametrize("stale", ["neuron-00001-of-00001.safetensors", "neuron/neuron-00001-of-00001.safetensors"])
+def test_the_sidecar_of_a_replaced_output_goes_from_wherever_it_lay(stale: str, tmp_path: Path) -> None:
+    source, output = two_weights(tmp_path / "source"), tmp_path / "out"
+    write_file(output / stale, {"old": WEIGHT})
+    write_index(output / Path(stale).parent, {"old": Path(stale).name})
+    convert_checkpoint(source, output, overwrite=True)
+    assert set(tree(output)) == {MANIFEST, *(path.name for path in source.iterdir())}
 
 
 def test_a_foreign_folder_is_not_written_to(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from deepinfer_prep import PrepError, VerificationResult, convert_checkpoint, ve
 from deepinfer_prep.errors import ManifestError
 from deepinfer_prep.files.container import TensorInfo, read_header
 from deepinfer_prep.files.digests import SegmentDigests
+from deepinfer_prep.runtime import PreparedCheckpoint
 
 MANIFEST = "neuron_manifest.json"
 WEIGHT = "layers.0.attn.wq_a.weight"
@@ -35,7 +36,7 @@ def copy(prepared: Path, tmp_path: Path) -> Path:
 
 def find(folder: Path, name: str) -> tuple[Path, int, TensorInfo]:
     """The file of a tensor, the offset of its bytes in it, and its entry."""
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.rglob("*.safetensors")):
         header = read_header(path)
         for tensor in header.tensors:
             if tensor.name == name:
@@ -214,7 +215,7 @@ def test_another_source_is_found(copy: Path, sample: Path, tmp_path: Path) -> No
     assert f"tensor {SCALE!r}: element 0: expected byte" in findings(result)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format_version": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format_version": 2}'])
 def test_a_damaged_manifest_is_an_error(copy: Path, text: str) -> None:
     (copy / MANIFEST).write_text(text)
     with pytest.raises(ManifestError, match="is damaged"):
@@ -223,8 +224,21 @@ def test_a_damaged_manifest_is_an_error(copy: Path, text: str) -> None:
 
 def test_a_newer_format_is_an_error(copy: Path) -> None:
     edit_manifest(copy, lambda manifest: manifest.update(format_version=99))
-    with pytest.raises(PrepError, match="has format version 99, but this version of deepinfer-prep reads 1"):
+    with pytest.raises(PrepError, match="has format version 99, but this version of deepinfer-prep reads 2"):
         verify_checkpoint(copy)
+
+
+def test_an_output_of_the_form_before_is_refused_with_the_remedy(copy: Path) -> None:
+    edit_manifest(copy, lambda manifest: manifest.update(format_version=1))
+    for read in (verify_checkpoint, PreparedCheckpoint):
+        with pytest.raises(ManifestError, match=r"beside the shards.*Convert the original checkpoint again"):
+            read(copy)
+
+
+@pytest.mark.parametrize("name", ["neuron/more.safetensors", "neuron/more.safetensors.index.json"])
+def test_a_foreign_file_beside_the_sidecar_is_found(copy: Path, name: str) -> None:
+    (copy / name).write_bytes(b"{}")
+    assert f"{name}: the manifest does not name this file" in findings(verify_checkpoint(copy))
 
 
 def test_a_folder_without_a_manifest_is_no_output(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from deepinfer_prep.files.container import Location, read_stored
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.kernel_scale import Absent, Derived, NoKernelScaleError, Stored, plan_kernel_scale
 from deepinfer_prep.manifest import Manifest, WeightRecord
-from deepinfer_prep.naming import MANIFEST_NAME
+from deepinfer_prep.naming import MANIFEST_NAME, SIDECAR_FOLDER
 from deepinfer_prep.quantized import QuantizedWeight
 from deepinfer_prep.writing import sidecar
 from deepinfer_prep.writing.sidecar import SidecarTensor
@@ -31,7 +31,7 @@ def check_sidecar(output: OpenOutput, manifest: Manifest) -> Iterator[Difference
     with closing(Readers()) as in_sidecar, closing(Readers()) as main:
         for name, location in output.in_sidecar.items():
             if name not in expected:
-                yield Difference(location.path.name, "the manifest does not account for this sidecar tensor", name)
+                yield Difference(_name(location), "the manifest does not account for this sidecar tensor", name)
             else:
                 yield from _compare(location, expected[name], in_sidecar, main)
 
@@ -56,7 +56,7 @@ def _expect_kernel_scale(
 
 
 def _compare(found: Location, expected: SidecarTensor, in_sidecar: Readers, main: Readers) -> Iterator[Difference]:
-    file, name = found.path.name, expected.name
+    file, name = _name(found), expected.name
     if (found.tensor.dtype, found.tensor.shape) != (expected.dtype, expected.shape):
         problem = (
             f"expected {expected.dtype} {list(expected.shape)}, found {found.tensor.dtype} {list(found.tensor.shape)}"
@@ -74,3 +74,8 @@ def _compare(found: Location, expected: SidecarTensor, in_sidecar: Readers, main
             position += chunk.size
     except (NoKernelScaleError, fp8.NoExactResultError) as error:
         yield Difference(file, f"cannot be recomputed from the main shards: {error}", name)
+
+
+def _name(location: Location) -> str:
+    """The file of a sidecar tensor, relative to the output."""
+    return f"{SIDECAR_FOLDER}/{location.path.name}"

@@ -11,7 +11,7 @@ from deepinfer_prep.errors import CheckpointError, ContainerError
 from deepinfer_prep.files.checkpoint import Shard, check_index, read_index, read_shard
 from deepinfer_prep.files.container import Location
 from deepinfer_prep.manifest import Manifest
-from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, MARKER, SHARD_SUFFIX, SIDECAR_INDEX
+from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, MARKER, SHARD_SUFFIX, SIDECAR_FOLDER, SIDECAR_INDEX
 from deepinfer_prep.quantized import Element
 
 _WEIGHT_DTYPES: Mapping[Element, tuple[str, ...]] = {"e4m3": ("F8_E4M3",), "e2m1": ("I8", "U8")}
@@ -52,9 +52,11 @@ def _check_files(folder: Path, manifest: Manifest) -> Iterator[Difference]:
 
 
 def _check_foreign(folder: Path, manifest: Manifest) -> Iterator[Difference]:
-    for entry in sorted(folder.iterdir()):
-        if entry.name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)) and entry.name not in manifest.files:
-            yield Difference(entry.name, "the manifest does not name this file, but a loader may read it")
+    inside = folder / SIDECAR_FOLDER
+    for entry in sorted([*folder.iterdir(), *(inside.iterdir() if inside.is_dir() else ())]):
+        name = str(entry.relative_to(folder))
+        if name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)) and name not in manifest.files:
+            yield Difference(name, "the manifest does not name this file, but a loader may read it")
 
 
 def _open(folder: Path, names: tuple[str, ...], differences: list[Difference]) -> dict[str, Shard]:
@@ -86,7 +88,8 @@ def _locations(shards: Mapping[str, Shard], differences: list[Difference]) -> di
 
 def _check_indexes(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]:
     for name in manifest.files:
-        if "/" in name or not name.endswith(INDEX_SUFFIX) or not (output.folder / name).is_file():
+        is_copied_along = "/" in name and name != SIDECAR_INDEX
+        if is_copied_along or not name.endswith(INDEX_SUFFIX) or not (output.folder / name).is_file():
             continue
         shards = output.sidecar if name == SIDECAR_INDEX else output.shards
         try:

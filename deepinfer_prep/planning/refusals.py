@@ -15,6 +15,8 @@ from deepinfer_prep.naming import (
     KERNEL_SCALE_SUFFIX,
     LO_SUFFIX,
     MANIFEST_NAME,
+    SHARD_SUFFIX,
+    SIDECAR_FOLDER,
     SIDECAR_INDEX,
     SIDECAR_PREFIX,
 )
@@ -112,7 +114,8 @@ def _shared_scales(checkpoint: Checkpoint, layout: Layout) -> Iterator[str]:
 def _file_clashes(checkpoint: Checkpoint) -> Iterator[str]:
     names = [shard.name for shard in checkpoint.shards] + [other.name for other in checkpoint.others]
     for name in names:
-        if name == SIDECAR_INDEX or (name.startswith(SIDECAR_PREFIX) and name.endswith(".safetensors")):
+        is_sidecar_file = name.startswith(SIDECAR_PREFIX) and name.endswith(SHARD_SUFFIX)
+        if name in (SIDECAR_FOLDER, SIDECAR_INDEX) or is_sidecar_file:
             yield (
                 f"{checkpoint.root / name} has a name that the output needs for its own files. "
                 "Rename it, and in the index as well."

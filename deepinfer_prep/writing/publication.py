@@ -23,7 +23,7 @@ from deepinfer_prep.files.digests import digest_range
 from deepinfer_prep.files.segments import segments
 from deepinfer_prep.files.storage import RangeReader, sync_folder, write_file_durably
 from deepinfer_prep.manifest import Manifest, parse_manifest
-from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, SHARD_SUFFIX
+from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, SHARD_SUFFIX, SIDECAR_FOLDER
 from deepinfer_prep.workers import Meter, ProgressCallback, run_parallel
 from deepinfer_prep.writing.workspace import Workspace
 
@@ -76,17 +76,16 @@ def _remove_older(workspace: Workspace, manifest: Manifest) -> None:
     output = workspace.output
     (output / MANIFEST_NAME).unlink(missing_ok=True)
     sync_folder(output)
+    folders = [folder for folder in (output, output / SIDECAR_FOLDER) if folder.is_dir()]
     # The index first: without it no loader takes a mixture of old and new shards for a checkpoint.
     for suffix in (INDEX_SUFFIX, SHARD_SUFFIX):
-        for entry in sorted(output.iterdir()):
-            ours = entry.name in manifest.files and not (suffix == INDEX_SUFFIX and _is_unpublished(workspace, entry))
-            if entry.name.endswith(suffix) and not ours and not (entry.is_dir() and not entry.is_symlink()):
+        for entry in (entry for folder in folders for entry in sorted(folder.iterdir())):
+            name = str(entry.relative_to(output))
+            ours = name in manifest.files and not (suffix == INDEX_SUFFIX and workspace.path(name).exists())
+            if name.endswith(suffix) and not ours and not (entry.is_dir() and not entry.is_symlink()):
                 entry.unlink()
-    sync_folder(output)
-
-
-def _is_unpublished(workspace: Workspace, entry: Path) -> bool:
-    return workspace.path(entry.name).exists()
+    for folder in folders:
+        sync_folder(folder)
 
 
 def _rename(workspace: Workspace, names: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Literal
 
 import numpy as np
@@ -68,6 +69,7 @@ class SidecarFile:
     """One file of the sidecar: its header and its tensors in the order of their bytes."""
 
     name: str
+    """Relative to the output's folder."""
     header: bytes
     tensors: tuple[SidecarTensor, ...]
 
@@ -163,8 +165,8 @@ def lay_out(tensors: Iterable[SidecarTensor], tool_version: str) -> list[Sidecar
 
 
 def index_json(files: Iterable[SidecarFile]) -> bytes:
-    """The sidecar's own index, of the form that safetensors indexes have."""
-    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    """The sidecar's own index, of the form that safetensors indexes have: file names are relative to its folder."""
+    weight_map = {tensor.name: PurePosixPath(file.name).name for file in files for tensor in file.tensors}
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return json.dumps(index, indent=1, ensure_ascii=False).encode() + b"\n"

@@ -14,7 +14,7 @@ from typing import Any
 
 from deepinfer_prep.errors import RefusedError
 from deepinfer_prep.files.storage import sync_folder
-from deepinfer_prep.naming import DISCARDED_NAME, MANIFEST_NAME, WORKSPACE_NAME
+from deepinfer_prep.naming import DISCARDED_NAME, MANIFEST_NAME, SIDECAR_FOLDER, WORKSPACE_NAME
 from deepinfer_prep.writing.journal import is_same_run, read_identity
 
 _READY, _REJECTED = "manifest.json", "rejected.json"
@@ -196,7 +196,7 @@ def _check_names_free(output: Path, names: Iterable[str]) -> None:
     names = list(names)
     taken = [name for name in names if (output / name).is_dir() and not (output / name).is_symlink()]
     folders = {str(folder) for name in names for folder in Path(name).parents if folder != Path()}
-    for folder in sorted({WORKSPACE_NAME, *folders}):
+    for folder in sorted({WORKSPACE_NAME, SIDECAR_FOLDER, *folders}):
         path = output / folder
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             taken.append(folder)

@@ -21,7 +21,7 @@ from tests.families.raw import NUMPY_TYPES, Stored, read_file
 from tests.families.running import converted, one_file, refusal
 from tests.small_files import ONE_F32, SCALE, WEIGHT, Tensor, write_config, write_file, write_index
 
-SIDECAR = "neuron-00001-of-00001.safetensors"
+SIDECAR = "neuron/neuron-00001-of-00001.safetensors"
 
 
 def scale_tensor(dtype: str, values: list[float], shape: tuple[int, ...]) -> Tensor:

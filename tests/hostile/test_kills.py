@@ -59,7 +59,7 @@ def assert_nothing_unfinished(output: Path, expected: dict[str, bytes]) -> None:
     found = published(output)
     assert found.items() <= expected.items()
     if INDEX in found:
-        assert found.keys() | {MANIFEST, "neuron.safetensors.index.json"} >= expected.keys()
+        assert found.keys() | {MANIFEST, "neuron/neuron.safetensors.index.json"} >= expected.keys()
     assert MANIFEST not in found or found == expected
 
 

@@ -199,7 +199,8 @@ def test_links_in_the_output_are_replaced_and_not_followed(source: Path, scratch
     output, target = scratch / "out", scratch / "elsewhere.safetensors"
     output.mkdir()
     target.write_bytes(b"precious")
-    for name in ("model-1.safetensors", "neuron-00001-of-00001.safetensors", "stale.safetensors"):
+    for name in ("model-1.safetensors", "neuron/neuron-00001-of-00001.safetensors", "stale.safetensors"):
+        (output / name).parent.mkdir(exist_ok=True)
         (output / name).symlink_to(target)
     convert_checkpoint(source, output, overwrite=True)
     assert target.read_bytes() == b"precious"
