@@ -27,11 +27,12 @@ from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback,
 from deepinfer_prep.writing import sidecar
 from deepinfer_prep.writing.journal import Journal, is_same_run, read_done, read_identity
 from deepinfer_prep.writing.output_bytes import Tally
+from deepinfer_prep.writing.output_checks import check_separate, check_sources_outside, check_space, check_usable
 from deepinfer_prep.writing.preflight import ALL_FP8, check_values, explain_unscaled, scan_codes
 from deepinfer_prep.writing.publication import publish, resume_publication
 from deepinfer_prep.writing.records import build_manifest
 from deepinfer_prep.writing.segment_writer import Execution, check_unchanged
-from deepinfer_prep.writing.workspace import Workspace, check_separate, check_sources_outside, check_space, check_usable
+from deepinfer_prep.writing.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,7 @@ def _data_warnings(manifest: Manifest) -> tuple[str, ...]:
             f"{manifest.counts.nan:,} NaN codes were kept, in {len(manifest.nan_tensors):,} tensors: {listed}."
         )
     halved = any(record.element == "e4m3" for record in manifest.weights.values())
-    if halved and not manifest.counts.misread:
+    if halved and not manifest.counts.above_240:
         warnings.append(
             "no fp8 weight of the source holds a code above 240: it looks as if it had been converted already, by "
             "another tool. Make sure that this is the original checkpoint."

@@ -87,11 +87,11 @@ class CodeCounts:
     """Codes whose half is not representable (`ROUNDED_CODES`)."""
     nan: int = 0
     """NaN codes; halving keeps them."""
-    misread: int = 0
+    above_240: int = 0
     """Finite codes above 240, which the hardware would read as infinity or NaN."""
 
     def __add__(self, other: CodeCounts) -> CodeCounts:
-        return CodeCounts(self.rounded + other.rounded, self.nan + other.nan, self.misread + other.misread)
+        return CodeCounts(self.rounded + other.rounded, self.nan + other.nan, self.above_240 + other.above_240)
 
 
 class NoExactResultError(ArithmeticError):

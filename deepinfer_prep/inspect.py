@@ -36,7 +36,7 @@ class ScanResult:
     codes: int
     rounded: int
     nan: int
-    misread: int
+    above_240: int
     nan_tensors: Mapping[str, int]
     unscaled_bytes: int
     """Bytes of the fp8 tensors without a scale."""
@@ -134,7 +134,7 @@ def _scan(plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback 
         codes=codes,
         rounded=counts.rounded,
         nan=counts.nan,
-        misread=counts.misread,
+        above_240=counts.above_240,
         nan_tensors=dict(sorted(tally.nan_codes.items())),
         unscaled_bytes=sum(plan.checkpoint.tensors[name].nbytes for name in plan.unscaled),
         unsafe=find_unsafe(plan, workers, chunk_size, progress),

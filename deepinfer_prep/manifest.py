@@ -59,13 +59,22 @@ class Counts:
     """Codes whose half is not representable: half a step of the smallest magnitudes."""
     nan: int
     """NaN codes, kept."""
-    misread: int
-    """Finite codes above 240, which the hardware would have read as infinity or NaN."""
+    above_240: int
+    """Finite codes above 240, which the hardware would have read as infinity or NaN; "misread" in JSON."""
+
+    def to_json(self) -> dict[str, int]:
+        """The counts under the keys of the manifest."""
+        return {"rounded": self.rounded, "nan": self.nan, "misread": self.above_240}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, int]) -> Counts:
+        """The counts that `to_json` wrote."""
+        return cls(data["rounded"], data["nan"], data["misread"])
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole manifest; field names are the JSON keys."""
+    """The whole manifest; field names are the JSON keys, but for those that `Counts.to_json` names."""
 
     format_version: int
     tool_version: str
@@ -88,7 +97,8 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The manifest's text; the same manifest always gives the same bytes."""
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False).encode() + b"\n"
+        data = {**asdict(self), "counts": self.counts.to_json()}
+        return json.dumps(data, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -139,7 +149,7 @@ def _from_json(data: dict[str, Any]) -> Manifest:
     return Manifest(
         **{
             **data,
-            "counts": Counts(**data["counts"]),
+            "counts": Counts.from_json(data["counts"]),
             "shards": tuple(data["shards"]),
             "sidecar": tuple(data["sidecar"]),
             "activation_scales": tuple(data["activation_scales"]),

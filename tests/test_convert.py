@@ -136,7 +136,7 @@ def test_one_file_converts_on_its_own(tmp_path: Path) -> None:
     path = write_file(tmp_path / "one" / "part.safetensors", {"l.weight": WEIGHT, "l.scale": SCALE})
     result = convert_checkpoint(path, tmp_path / "out")
     assert set(tree(tmp_path / "out")) == {MANIFEST, "part.safetensors"}
-    assert result.counts.misread == 64 * 64
+    assert result.counts.above_240 == 64 * 64
     with safe_open(tmp_path / "out" / "part.safetensors", "pt") as shard:
         assert torch.all(shard.get_tensor("l.weight").float() == 224)
         assert torch.all(shard.get_tensor("l.scale").float() == 2)
@@ -343,7 +343,7 @@ def test_too_little_space_is_refused_before_writing(tmp_path: Path, monkeypatch:
         f_bavail = 1
         f_frsize = 4096
 
-    monkeypatch.setattr("deepinfer_prep.writing.workspace.os.statvfs", lambda path: Full)
+    monkeypatch.setattr("deepinfer_prep.writing.output_checks.os.statvfs", lambda path: Full)
     with pytest.raises(RefusedError, match=r"needs \d+,\d+ bytes.* has 4,096 bytes free"):
         convert_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

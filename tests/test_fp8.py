@@ -110,8 +110,8 @@ def test_counts_equal_a_plain_count(codes: np.ndarray) -> None:
     counts = fp8.count_codes(codes)
     assert counts.rounded == np.isin(codes, fp8.ROUNDED_CODES).sum()
     assert counts.nan == np.isin(codes, fp8.NAN_CODES).sum()
-    assert counts.misread == np.isin(codes, fp8.ABOVE_240_CODES).sum()
-    assert fp8.has_high_codes(codes) == (counts.nan + counts.misread > 0)
+    assert counts.above_240 == np.isin(codes, fp8.ABOVE_240_CODES).sum()
+    assert fp8.has_high_codes(codes) == (counts.nan + counts.above_240 > 0)
 
 
 @pytest.mark.parametrize("code", range(256))
@@ -119,7 +119,7 @@ def test_counts_do_not_overflow_on_long_runs_of_one_code(code: int) -> None:
     codes = np.full(600_000, code, dtype=np.uint8)
     counts = fp8.count_codes(codes)
     expected = [600_000 * (code in group) for group in (fp8.ROUNDED_CODES, fp8.NAN_CODES, fp8.ABOVE_240_CODES)]
-    assert [counts.rounded, counts.nan, counts.misread] == expected
+    assert [counts.rounded, counts.nan, counts.above_240] == expected
     assert fp8.has_high_codes(codes) == (code in fp8.NAN_CODES + fp8.ABOVE_240_CODES)
 
 

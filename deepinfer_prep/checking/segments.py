@@ -128,10 +128,10 @@ def _check_codes(check: SegmentCheck, offset: int, found: fp8.U8, findings: Segm
         counts = fp8.count_codes(codes)
         if counts.nan:
             findings.nan_codes[tensor.name] = findings.nan_codes.get(tensor.name, 0) + counts.nan
-        if counts.misread:
+        if counts.above_240:
             index = int(np.flatnonzero(np.isin(codes, fp8.ABOVE_240_CODES))[0])
             problem = f"the code 0x{int(codes[index]):02x} lies above 240: the hardware reads it as infinity or NaN"
-            findings.differences.append((Difference(check.name, problem, tensor.name, first + index), counts.misread))
+            findings.differences.append((Difference(check.name, problem, tensor.name, first + index), counts.above_240))
 
 
 def _fp8_parts(

@@ -14,12 +14,14 @@ from deepinfer_prep.verify import VerificationResult
 from deepinfer_prep.writing.preflight import unscaled_sentence
 
 _MOST_DIFFERENCES = 20
+_JSON_NAMES = {"above_240": "misread"}
+"""Fields whose key in JSON output is another one, which programs rely on."""
 
 
 def to_data(value: Any) -> Any:
     """A result as dicts, lists, numbers and text."""
     if is_dataclass(value):
-        return {field.name: to_data(getattr(value, field.name)) for field in fields(value)}
+        return {_JSON_NAMES.get(field.name, field.name): to_data(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {key: to_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -49,7 +51,7 @@ def inspection_text(result: Inspection) -> str:
     if result.scan is not None:
         scan = result.scan
         lines += [
-            f"fp8 codes      {scan.codes:,} read: {scan.misread:,} above 240, {scan.nan:,} NaN, "
+            f"fp8 codes      {scan.codes:,} read: {scan.above_240:,} above 240, {scan.nan:,} NaN, "
             f"{scan.rounded:,} that halving rounds",
         ]
         if result.unscaled:
@@ -67,7 +69,7 @@ def conversion_text(result: ConversionResult) -> str:
     if result.resumed_bytes:
         lines.append(f"resumed        {format_size(result.resumed_bytes)} of an interrupted run were kept")
     lines += [
-        f"fp8 codes      {counts.misread:,} above 240 brought into range, {counts.rounded:,} rounded, "
+        f"fp8 codes      {counts.above_240:,} above 240 brought into range, {counts.rounded:,} rounded, "
         f"{counts.nan:,} NaN",
         f"split          {result.split:,} matrices into bf16 hi + lo",
         *_kernel_scale_lines(result.kernel_scales, result.no_kernel_scale),

@@ -59,7 +59,7 @@ class Journal:
                 "file": done.file,
                 "segment": done.segment,
                 "digest": done.digest,
-                "counts": [done.tally.counts.rounded, done.tally.counts.nan, done.tally.counts.misread],
+                "counts": [done.tally.counts.rounded, done.tally.counts.nan, done.tally.counts.above_240],
                 "nan": done.tally.nan_codes,
             }
             for done in segments
@@ -126,8 +126,8 @@ def _parse_segment(line: bytes) -> SegmentDone | None:
             "file": str(file),
             "segment": int(segment),
             "digest": str(digest),
-            "counts": [int(rounded), int(nan), int(misread)],
+            "counts": [int(rounded), int(nan), int(above_240)],
             "nan": dict(nan_codes),
         }:
-            return SegmentDone(file, segment, digest, Tally(fp8.CodeCounts(rounded, nan, misread), nan_codes))
+            return SegmentDone(file, segment, digest, Tally(fp8.CodeCounts(rounded, nan, above_240), nan_codes))
     return None

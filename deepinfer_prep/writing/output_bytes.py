@@ -121,11 +121,11 @@ def _check_unscaled(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally | 
     """Count NaN codes, which mean the same on the hardware, and stop at the first code that does not."""
     if not fp8.has_high_codes(piece):
         return
-    misread = np.flatnonzero(np.isin(piece, fp8.ABOVE_240_CODES))
-    if misread.size:
-        code = int(piece[misread[0]])
+    above = np.flatnonzero(np.isin(piece, fp8.ABOVE_240_CODES))
+    if above.size:
+        code = int(piece[above[0]])
         raise ConversionError(
-            f"{describe_element(file, begin + int(misread[0]))} is the fp8 code 0x{code:02x} "
+            f"{describe_element(file, begin + int(above[0]))} is the fp8 code 0x{code:02x} "
             f"({fp8.decode_e4m3fn(code):g}), which the hardware reads as infinity or NaN, and the tensor has no scale "
             "that could be doubled for it: it cannot be copied as it is. Use a checkpoint that has the scale, or this "
             "tensor in bf16."
@@ -136,7 +136,7 @@ def _check_unscaled(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally | 
 
 def _count(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally) -> None:
     counts = fp8.count_codes(piece)
-    tally.counts += fp8.CodeCounts(counts.rounded, 0, counts.misread)
+    tally.counts += fp8.CodeCounts(counts.rounded, 0, counts.above_240)
     if counts.nan:
         _count_nan(file, begin, piece, tally)
 

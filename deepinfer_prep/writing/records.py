@@ -46,7 +46,7 @@ def build_manifest(
         family=plan.family,
         source_fingerprint=plan.fingerprint,
         options=plan.options.to_json(),
-        counts=Counts(total.counts.rounded, total.counts.nan, total.counts.misread),
+        counts=Counts(total.counts.rounded, total.counts.nan, total.counts.above_240),
         nan_tensors=dict(sorted(total.nan_codes.items())),
         shards=tuple(shard.name for shard in plan.checkpoint.shards),
         sidecar=tuple(sidecar_names),

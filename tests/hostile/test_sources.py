@@ -15,7 +15,7 @@ import pytest
 
 from deepinfer_prep import PrepError, Progress, RefusedError, convert_checkpoint, verify_checkpoint
 from deepinfer_prep.errors import ConversionError
-from deepinfer_prep.writing.workspace import check_separate
+from deepinfer_prep.writing.output_checks import check_separate
 from tests.hostile.checkpoints import MANIFEST, WORKSPACE, convert, published, write_checkpoint
 from tests.small_files import tree
 

@@ -78,7 +78,7 @@ def test_ranges_and_chunks_do_not_change_the_bytes(
                 found[offset : offset + data.size] = data.tobytes()
     assert bytes(found) == expected
     assert tally.counts.nan == int(((codes & 0x7F) == 0x7F).sum()) == sum(tally.nan_codes.values())
-    assert tally.counts.misread == int(((codes & 0x7F) >= 0x78).sum()) - tally.counts.nan
+    assert tally.counts.above_240 == int(((codes & 0x7F) >= 0x78).sum()) - tally.counts.nan
 
 
 def plan_of(folder: Path, rows: list[tuple[str, int, int]], seed: int) -> OutputFile:
