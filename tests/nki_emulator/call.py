@@ -11,10 +11,10 @@ from . import geometry, hardware, rules
 from .context import current, location, refuse
 from .dtypes import DType
 from .errors import Rule
-from .memory import HOST, MATMUL, OTHER, PROGRAM, SHARED, UNWRITTEN, Buffer
+from .memory import BOTH, HOST, MATMUL, OTHER, PROGRAM, SHARED, UNWRITTEN, Buffer
 from .numeric import F32, Array, read_f32, to_dtype
 from .record import Instruction, Operand
-from .tensor import Tensor
+from .tensor import Tensor, whole
 
 
 class Engine(Enum):
@@ -42,6 +42,8 @@ class Call:
         self.options = self.program.options
         self._sources: list[tuple[str, Tensor]] = []
         self._destinations: list[tuple[str, Tensor]] = []
+        self._rows_written: dict[str, list[Tensor]] = {}
+        self._written_twice: dict[str, Array | None] = {}
         self.dynamic = False
         """Whether an operand has a run-time offset."""
 
@@ -69,12 +71,24 @@ class Call:
         if geometry.repeats(tensor.shape, tensor.strides):
             self.refuse(rules.BROADCAST_WRITE, role, f"shape {tensor.shape}, strides {tensor.strides}")
         self._check_psum_words(role, tensor)
+        self._note_shared(role, tensor)
         self._destinations.append((role, tensor))
         return tensor
+
+    def _note_shared(self, role: str, tensor: Tensor) -> None:
+        """Remember what another program wrote here, which this one may only write again."""
+        if tensor.buffer is not Buffer.shared_hbm or tensor.gather is not None:
+            return
+        view = tensor.byte_view()
+        others = tensor.storage.marks.written_by_others(view, PROGRAM + self.program.index)
+        if others is not None:
+            self._written_twice[role] = tensor.raw().copy() if self.options.arithmetic else None
 
     def _tensor(self, role: str, value: Any, buffers: tuple[Buffer, ...]) -> Tensor:
         if not isinstance(value, Tensor):
             self.refuse(rules.OPERAND_KIND, role, f"{type(value).__name__} where a tensor is needed")
+        if value.gather is not None and self.op != "dma_copy":
+            self.refuse(rules.GATHER, role, f"in {self.op}")
         self.dynamic |= value.is_indirect()
         tensor = value.resolved(self.op)
         if tensor.storage.dead:
@@ -96,11 +110,16 @@ class Call:
         self._check_written(role, tensor)
 
     def _check_written(self, role: str, tensor: Tensor) -> None:
+        if tensor.gather is not None:
+            for row in tensor.rows(self.op):
+                if row is not None:
+                    self._check_written(role, row)
+            return
         codes = tensor.storage.marks.read(tensor.byte_view())
         if codes[0] == UNWRITTEN:
             self.refuse(rules.UNWRITTEN_READ, role, f"elements of a {tensor.shape} {tensor.dtype} view are not written")
         mine = PROGRAM + self.program.index
-        if tensor.buffer is Buffer.shared_hbm and any(code not in (mine, HOST, SHARED) for code in codes):
+        if tensor.buffer is Buffer.shared_hbm and any(code not in (mine, BOTH, HOST, SHARED) for code in codes):
             self.refuse(rules.CROSS_CORE_READ, role, f"program {self.program.index} reads what another one wrote")
 
     def _check_psum_words(self, role: str, tensor: Tensor) -> None:
@@ -189,6 +208,25 @@ class Call:
             with np.errstate(all="ignore"):
                 self.store(role, dst, self.f32(source_role, src))
 
+    def move_rows(self, dst: Tensor, src: Tensor, *, skip: bool) -> None:
+        """src into dst row by row, one of which is a gather. Rows whose index lies outside are left, if `skip`."""
+        gathered = dst if dst.gather is not None else src
+        if (dst.gather is not None and src.gather is not None) or dst.shape != src.shape:
+            self.refuse(rules.GATHER, "src", f"{src.shape} into {dst.shape}, one of them gathered")
+        rows = gathered.rows(self.op)
+        inside = [p for p, row in enumerate(rows) if row is not None]
+        if len(inside) < len(rows) and not skip:
+            self.refuse(rules.GATHER_ROW, "indices", f"{len(rows) - len(inside)} of {len(rows)} lie outside")
+        chosen = [row for row in rows if row is not None]
+        others = [(src if gathered is dst else dst).row(p) for p in inside]
+        to, origin = (chosen, others) if gathered is dst else (others, chosen)
+        if self.options.arithmetic:
+            if len({row.offset for row in to}) < len(to):
+                self.refuse(rules.GATHER_ROW, "dst", "a row is written twice")
+            for target, source in zip(to, origin, strict=True):
+                self.move("dst", target, "src", source)
+        self._rows_written["dst"] = to if self.options.arithmetic or gathered is src else [whole(dst.storage)]
+
     # Record
 
     def finish(self, engine: Engine, elements: int, *, code: int = OTHER, **flags: Any) -> None:
@@ -211,14 +249,24 @@ class Call:
         )
 
     def _mark(self, role: str, tensor: Tensor, code: int) -> None:
+        if role in self._rows_written:
+            for row in self._rows_written[role]:
+                self._mark("", row, code)
+            return
         marks, view = tensor.storage.marks, tensor.byte_view()
         if tensor.buffer is not Buffer.shared_hbm:
             marks.write(view, code)
             return
         mine = PROGRAM + self.program.index
-        if any(other not in (UNWRITTEN, SHARED, mine) for other in marks.read(view)):
-            self.refuse(rules.DISJOINT_WRITES, role, f"program {self.program.index} writes what another one wrote")
-        marks.write(view, mine)
+        others = marks.written_by_others(view, mine)
+        if others is None:
+            marks.write(view, mine)
+            return
+        before = self._written_twice.get(role)
+        if self.options.arithmetic and (before is None or (tensor.raw() != before)[others].any()):
+            found = f"program {self.program.index} writes other values than another one wrote"
+            self.refuse(rules.DISJOINT_WRITES, role, found)
+        marks.write_both(view, others, mine)
 
 
 def free_elements(tensor: Tensor) -> int:

@@ -22,6 +22,9 @@ PSUM_MAX_ELEMENTS = 4096
 STATIONARY_FREE_MAX = 128
 MOVING_FREE_MAX = 512
 BN_STATS_FREE_MAX = 512
+MAX8 = 8
+MAX8_ELEMENTS = 16_384
+"""Values that max8 finds, and elements a partition that it looks at."""
 VECTOR_TRANSPOSE_MAX = 32
 DOUBLE_ROW_FREE_DIM = 2
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from . import dtypes, hardware, rules
+from . import dtypes, geometry, hardware, rules
 from .context import Options, Program, SharedMemory, activate, refuse, running
 from .cores import run_programs
 from .errors import EmulatorError, Rule
@@ -20,8 +20,8 @@ from .record import Instruction
 from .tensor import Tensor, whole
 
 Array = npt.NDArray[Any]
-_Returned = tuple[list[Storage], bool]
-"""Result storages of a program, and whether it returned one tensor rather than a tuple."""
+_Returned = tuple[list[Tensor], bool]
+"""Results of a program, and whether it returned one tensor rather than a tuple."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ def launch(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], option
     programs = [Program(options, index, count, ndim, Memory(), shared) for index in range(count)]
     returned = _run(kernel, programs, lambda: _results(kernel, kernel.function(**values)))
     _check_programs(kernel, programs, returned)
-    storages, single = returned[0]
-    _check_names(kernel, shared, storages)
-    for position, storage in enumerate(storages):
-        _check_complete(kernel, position, storage)
+    tensors, single = returned[0]
+    _check_names(kernel, shared, [tensor.storage for tensor in tensors])
+    for position, tensor in enumerate(tensors):
+        _check_complete(kernel, position, tensor.storage)
     return Launch(
-        outputs=tuple(_to_host(storage) for storage in storages),
+        outputs=tuple(_to_host(tensor) for tensor in tensors),
         single=single,
         instructions=tuple(i for program in programs for i in program.instructions),
         sbuf_peak=max(program.memory.sbuf_peak for program in programs),
@@ -167,20 +167,16 @@ def _results(kernel: Kernel, value: Any) -> _Returned:
         if not isinstance(tensor, Tensor):
             _refuse(kernel, rules.RESULT, f"result {position}", f"{type(tensor).__name__}")
         entire = whole(tensor.storage)
-        same = (tensor.shape, tensor.strides, tensor.offset) == (entire.shape, entire.strides, 0)
-        if (
-            tensor.buffer is not Buffer.shared_hbm
-            or tensor.storage.read_only
-            or not same
-            or tensor.dtype != entire.dtype
-        ):
+        same = tensor.offset == 0 and tensor.is_contiguous() and not tensor.is_indirect()
+        counts = geometry.count(tensor.shape), geometry.count(entire.shape)
+        if tensor.buffer is not Buffer.shared_hbm or not same or counts[0] != counts[1] or tensor.dtype != entire.dtype:
             _refuse(kernel, rules.RESULT, f"result {position}", f"{tensor.shape} view in {tensor.buffer.value}")
-    return [tensor.storage for tensor in tensors], single
+    return tensors, single
 
 
 def _check_programs(kernel: Kernel, programs: list[Program], returned: list[_Returned]) -> None:
-    for program, (storages, _) in zip(programs[1:], returned[1:], strict=True):
-        if [id(s) for s in storages] != [id(s) for s in returned[0][0]]:
+    for program, (tensors, _) in zip(programs[1:], returned[1:], strict=True):
+        if [(id(t.storage), t.shape) for t in tensors] != [(id(t.storage), t.shape) for t in returned[0][0]]:
             _refuse(kernel, rules.SAME_STRUCTURE, "results", "the programs return different tensors")
         if program.trips != programs[0].trips:
             found = f"{programs[0].trips} in program 0, {program.trips} in program {program.index}"
@@ -199,11 +195,11 @@ def _check_complete(kernel: Kernel, position: int, storage: Storage) -> None:
         _refuse(kernel, rules.RESULT_UNWRITTEN, f"result {position}", f"{storage.shape} {storage.dtype} is incomplete")
 
 
-def _to_host(storage: Storage) -> Array:
-    if storage.data is None:
-        return np.empty(0, storage.dtype.numpy)
-    array: Array = storage.data.view(storage.dtype.numpy).reshape(storage.shape)
-    return array.view(np.bool_) if storage.dtype.name == "bool_" else array
+def _to_host(tensor: Tensor) -> Array:
+    if tensor.storage.data is None:
+        return np.empty(0, tensor.dtype.numpy)
+    array: Array = tensor.storage.data.view(tensor.dtype.numpy).reshape(tensor.shape)
+    return array.view(np.bool_) if tensor.dtype.name == "bool_" else array
 
 
 __all__ = ["Kernel", "Launch", "TensorSpec", "jit", "launch"]

@@ -20,10 +20,11 @@ UNWRITTEN = 0
 MATMUL = 1
 OTHER = 2
 PROGRAM = 16
+BOTH = 253
 SHARED = 254
 HOST = 255
-"""Codes of a byte's writer. On chip: a matmul or anything else. In shared HBM: the host, PROGRAM + program index, or
-SHARED once a barrier has made it visible to both cores."""
+"""Codes of a byte's writer. On chip: a matmul or anything else. In shared HBM: the host, PROGRAM + program index, BOTH
+if the two cores wrote the same value, or SHARED once a barrier has made it visible to both cores."""
 
 
 class Buffer(Enum):
@@ -74,12 +75,27 @@ class Marks:
             return (low,)
         return tuple(int(c) for c in np.unique(seen))
 
+    def written_by_others(self, view: ByteView, mine: int) -> npt.NDArray[np.bool_] | None:
+        """Which bytes of `view` another program wrote since the last barrier; None if none."""
+        if all(code in (UNWRITTEN, mine, SHARED, HOST) for code in self.read(view)):
+            return None
+        seen = view.over(np.full(self._size, self._uniform, np.uint8) if self._codes is None else self._codes)
+        others: npt.NDArray[np.bool_] = (seen >= PROGRAM) & (seen <= BOTH) & (seen != mine)
+        return others
+
     def publish(self) -> None:
         """What any program wrote becomes SHARED."""
         if self._codes is not None:
             self._codes[self._codes >= PROGRAM] = SHARED
         elif self._uniform is not None and self._uniform >= PROGRAM:
             self._uniform = SHARED
+
+    def write_both(self, view: ByteView, shared: npt.NDArray[np.bool_], mine: int) -> None:
+        """Mark `view` as written by `mine`, and its bytes in `shared` by both programs."""
+        if self._codes is None:
+            self._codes = np.full(self._size, self._uniform, np.uint8)
+            self._uniform = None
+        view.over(self._codes)[...] = np.where(shared, BOTH, mine)
 
     def write(self, view: ByteView, code: int) -> None:
         """Mark `view` as written by `code`."""
@@ -113,7 +129,7 @@ class Storage:
         self.dtype = dtype
         self.size = math.prod(shape) * dtype.itemsize
         self.marks = Marks(self.size, writer)
-        self.read_only = writer == HOST
+        self.read_only = False
         self.dead = False
         self.name = ""
         self.data = data
@@ -202,6 +218,8 @@ def allocate(buffer: Buffer, shape: tuple[int, ...], dtype: DType) -> Storage:
 
 
 def from_host(array: npt.NDArray[Any], dtype: DType) -> Storage:
-    """A kernel argument: `array`'s bytes in HBM, read only."""
+    """A kernel argument: `array`'s bytes in HBM. What the kernel writes there shows in `array`, which must allow it."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return Storage(Buffer.shared_hbm, array.shape, dtype, writer=HOST, data=data)
+    storage = Storage(Buffer.shared_hbm, array.shape, dtype, writer=HOST, data=data)
+    storage.read_only = not (array.flags.c_contiguous and array.flags.writeable)
+    return storage

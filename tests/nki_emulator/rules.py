@@ -105,15 +105,23 @@ KERNEL_ARGUMENTS = Rule(
     _MIGRATION,
 )  # fmt: skip
 READ_ONLY_ARGUMENT = Rule(
-    "read-only-argument", "a kernel does not write its arguments", "emulator: in-place results are not modelled"
+    "read-only-argument",
+    "an argument that a kernel writes is a contiguous array that may be written: the result shows in it",
+    "emulator: a copy would hide what the kernel wrote",
 )
 NO_FN_TENSOR = Rule(
     "no-e4m3fn-argument", "trn2 has no float8_e4m3fn: pass the bytes as uint8 and view them as float8_e4m3",
     _SDK + "compiler/error-codes/EVRF051",
 )  # fmt: skip
-RESULT = Rule("result", "a result is a whole tensor allocated with buffer=nl.shared_hbm", _MIGRATION)
+RESULT = Rule(
+    "result",
+    "a result is a whole tensor in shared_hbm, its own or an argument, in any shape of as many elements",
+    _MIGRATION,
+)
 RESULT_UNWRITTEN = Rule("result-unwritten", "every element of a result is written by some program", _GUIDE)
-DISJOINT_WRITES = Rule("disjoint-writes", "the two cores write disjoint parts of shared memory", _LNC)
+DISJOINT_WRITES = Rule(
+    "disjoint-writes", "the two cores write disjoint parts of shared memory, or the same values", _LNC
+)
 CROSS_CORE_READ = Rule("cross-core-read", "reading what the other core wrote needs nisa.core_barrier first", _LNC)
 GRID = Rule("grid", "the launch grid is one integer, 1 or 2 on trn2", _LNC)
 SAME_STRUCTURE = Rule(
@@ -203,6 +211,16 @@ DYNAMIC_OFFSET = Rule(
     "a run-time offset is a register or a (1,1) int32 SBUF tile, one a view, and stays inside the tensor",
     _APS,
 )
+GATHER = Rule(
+    "gather",
+    "run-time row indices are a (P, 1) int32 or uint32 SBUF tile, for whole rows of a tensor in HBM, in a swdge DMA",
+    _LANGUAGE + " (tensor views) and nki.isa.dma_copy",
+)
+GATHER_ROW = Rule(
+    "gather-row",
+    "a row index lies inside the tensor, or is skipped with oob_mode.skip; no row is written twice",
+    _isa("dma_copy") + " (oob_mode); the order of two writes to a row is not stated",
+)
 PREDICATE = Rule("predicate", "a predicate is an unsigned (or as listed) integer tile", _isa("tensor_copy_predicated"))
 IOTA_PATTERN = Rule(
     "iota-pattern", "a pattern is up to four [step, count] pairs that cover the free elements", _isa("iota")
@@ -238,6 +256,11 @@ TRANSPOSE = Rule(
 )
 FP8_TRANSPOSE = Rule(
     "fp8-transpose", "TensorE writes a transposed fp8 element into 16 bits: dst has element step 2", _TRN2
+)
+MAX8 = Rule(
+    "max8",
+    "8 to 16384 numbers a partition, 8 values and uint16 or uint32 places; a value that is searched stands in data",
+    _isa("max8") + ", nc_find_index8, nc_match_replace8",
 )
 SHUFFLE_MASK = Rule("shuffle-mask", "a shuffle mask has 32 entries, 0..31 or 255", _isa("nc_stream_shuffle"))
 

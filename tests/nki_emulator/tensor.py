@@ -39,6 +39,15 @@ class DynamicOffset:
     limit: int
 
 
+@dataclass(frozen=True)
+class RowGather:
+    """Run-time rows: row p of the view starts `source`[p] times `step` elements on, with indices below `limit`."""
+
+    source: Tensor
+    step: int
+    limit: int
+
+
 class _NoOperators:
     """Refuses what Python would do with a value that exists only at run time."""
 
@@ -61,6 +70,7 @@ class Tensor(_NoOperators):
     strides: Shape
     offset: int = 0
     dynamic: DynamicOffset | None = None
+    gather: RowGather | None = None
 
     __hash__ = object.__hash__
 
@@ -92,7 +102,7 @@ class Tensor(_NoOperators):
         return geometry.run_length(self.shape[first:], self.strides[first:]) == geometry.count(self.shape[first:])
 
     def is_indirect(self) -> bool:
-        return self.dynamic is not None
+        return self.dynamic is not None or self.gather is not None
 
     # Views
 
@@ -276,6 +286,25 @@ class Tensor(_NoOperators):
         chosen = self[(slice(None),) * axis + (0,)]
         return replace(chosen, dynamic=self._dynamic(index, self.strides[axis], self.shape[axis]))
 
+    def vector_select(self, dim: int, indices: Tensor) -> Tensor:
+        """One row of dimension 0 for each of the (P, 1) indices."""
+        if dim != 0:
+            refuse(rules.GATHER, "tensor.vector_select", "dim", f"{dim}")
+        rows = replace(self, shape=(indices.shape[0], *self.shape[1:]))
+        return rows._gathered("vector_select", indices, self.strides[0], self.shape[0])
+
+    def _gathered(self, method: str, source: Any, step: int, limit: int) -> Tensor:
+        good = (
+            isinstance(source, Tensor)
+            and source.buffer is Buffer.sbuf
+            and source.dtype.name in ("int32", "uint32")
+            and source.shape == (self.shape[0], 1)
+        )
+        if not good or self.buffer.on_chip or self.is_indirect():
+            found = f"{getattr(source, 'shape', type(source).__name__)} over {self.shape} in {self.buffer.value}"
+            refuse(rules.GATHER, f"tensor.{method}", "indices", found)
+        return replace(self, gather=RowGather(source, step, limit))
+
     def _dynamic(self, source: VirtualRegister | Tensor, step: int, limit: int) -> DynamicOffset:
         if self.dynamic is not None:
             refuse(rules.DYNAMIC_OFFSET, "tensor", "", "the view has a run-time offset already")
@@ -293,13 +322,11 @@ class Tensor(_NoOperators):
         pattern: Sequence[Sequence[int]],
         offset: int | None = None,
         scalar_offset: VirtualRegister | Tensor | None = None,
-        vector_offset: None = None,
+        vector_offset: Tensor | None = None,
         indirect_dim: int = 0,
         dtype: DType | None = None,
     ) -> Tensor:
         """A raw access pattern [[stride, count], ...] over a whole tensor."""
-        if vector_offset is not None:
-            refuse(rules.NOT_MODELLED, "tensor.ap", "vector_offset", "gathers are not in the emulated subset")
         base = whole(self.storage)
         if (self.shape, self.strides, self.offset, self.dtype) != (base.shape, base.strides, 0, base.dtype):
             self._refuse("ap", "called on a view; call it on the tensor, with offset= and dtype=")
@@ -308,12 +335,16 @@ class Tensor(_NoOperators):
             refuse(rules.TRN2_ONLY, "tensor.ap", "", f"element type {element}")
         strides, shape = tuple(p[0] for p in pattern), tuple(p[1] for p in pattern)
         start = 0 if offset is None else offset
-        self._check_pattern(shape, strides, start, element)
+        self._check_pattern(shape if vector_offset is None else (1, *shape[1:]), strides, start, element)
         result = replace(base, dtype=element)._view(shape, strides, start)
+        step = geometry.count(self.storage.shape[indirect_dim + 1 :]) * self.storage.dtype.itemsize // element.itemsize
+        if vector_offset is not None:
+            if scalar_offset is not None or indirect_dim != 0 or strides[0] != step:
+                found = f"indirect_dim {indirect_dim}, first stride {strides[0]}, a row has {step} elements"
+                refuse(rules.GATHER, "tensor.ap", "vector_offset", found)
+            return result._gathered("ap", vector_offset, step, self.storage.shape[0])
         if scalar_offset is None:
             return result
-        scale = element.itemsize
-        step = geometry.count(self.storage.shape[indirect_dim + 1 :]) * self.storage.dtype.itemsize // scale
         if self.buffer.on_chip and indirect_dim == 0:
             refuse(rules.DYNAMIC_OFFSET, "tensor.ap", "indirect_dim", "dimension 0 is the partition")
         return replace(result, dynamic=self._dynamic(scalar_offset, step, self.storage.shape[indirect_dim]))
@@ -351,6 +382,24 @@ class Tensor(_NoOperators):
             refuse(rules.DYNAMIC_OFFSET, op, "offset", f"{value} reaches beyond {self.storage.shape}")
         return moved
 
+    def rows(self, op: str) -> list[Tensor | None]:
+        """The rows that a gather addresses, as views of one row each; None where the index lies outside."""
+        assert self.gather is not None
+        source, step, limit = self.gather.source, self.gather.step, self.gather.limit
+        if 0 in source.storage.marks.read(source.byte_view()):
+            refuse(rules.UNWRITTEN_READ, op, "indices", "the index tile is not written")
+        known = current().options.arithmetic
+        indices = [int(v) for v in source.array()[:, 0]] if known else [0] * self.shape[0]
+        row = replace(self, shape=(1, *self.shape[1:]), gather=None)
+        end = (self.offset + geometry.extent(row.shape, row.strides)) * self.dtype.itemsize
+        if end + (max(indices, default=0) % limit) * step * self.dtype.itemsize >= self.storage.size:
+            refuse(rules.GATHER_ROW, op, "indices", f"rows reach beyond {self.storage.shape}")
+        return [replace(row, offset=self.offset + i * step) if 0 <= i < limit else None for i in indices]
+
+    def row(self, index: int) -> Tensor:
+        """Row `index` of dimension 0, as a view of one row."""
+        return replace(self, shape=(1, *self.shape[1:]), offset=self.offset + index * self.strides[0])
+
     @property
     def partition(self) -> int:
         """Start partition."""
@@ -365,6 +414,11 @@ class Tensor(_NoOperators):
         """The addressed bytes."""
         size = self.dtype.itemsize
         return ByteView(self.offset * size, self.shape, tuple(s * size for s in self.strides), size)
+
+    def raw(self) -> npt.NDArray[np.uint8]:
+        """The addressed bytes, with a last dimension for those of an element."""
+        assert self.storage.data is not None, "a run without arithmetic has no data"
+        return self.byte_view().over(self.storage.data)
 
     def array(self) -> npt.NDArray[Any]:
         """The addressed elements, as a NumPy view. Not in a run without arithmetic."""

@@ -300,7 +300,7 @@ def negated_bit_reduction() -> None:
     nisa.tensor_reduce(dst=empty((P, 1), nl.int32), op=nl.bitwise_or, data=t, axis=1, negate=True)
 
 
-@breaks(rules.NOT_MODELLED, "dma_copy", "oob_mode")
+@breaks(rules.DMA_MODE, "dma_copy", "oob_mode")
 def skipping_dma() -> None:
     nisa.dma_copy(dst=empty((P, 4)), src=tile((P, 4)), oob_mode=nisa.oob_mode.skip)
 
@@ -309,3 +309,29 @@ def skipping_dma() -> None:
 def hardware_dma_transpose() -> None:
     source = tile((16, P), nl.bfloat16)
     nisa.dma_transpose(dst=empty((P, 16), nl.bfloat16), src=source, dge_mode=nisa.dge_mode.hwdge)
+
+
+@breaks(rules.MAX8, "max8", "src")
+def seven_elements_to_search() -> None:
+    nisa.max8(dst=empty((P, 8)), src=tile((P, 7)))
+
+
+@breaks(rules.MAX8, "max8", "dst")
+def nine_largest() -> None:
+    nisa.max8(dst=empty((P, 9)), src=tile((P, 16)))
+
+
+@breaks(rules.MAX8, "max8", "src")
+def largest_of_nan() -> None:
+    nisa.max8(dst=empty((P, 8)), src=tile((P, 16), value=float("nan")))
+
+
+@breaks(rules.MAX8, "nc_find_index8", "vals")
+def value_that_is_not_there() -> None:
+    nisa.nc_find_index8(dst=empty((P, 8), nl.uint32), data=tile((P, 16)), vals=tile((P, 8), value=2.0))
+
+
+@breaks(rules.MAX8, "nc_match_replace8", "dst_idx")
+def signed_places() -> None:
+    same = tile((P, 16)), tile((P, 8))
+    nisa.nc_match_replace8(dst=empty((P, 16)), data=same[0], vals=same[1], imm=0.0, dst_idx=empty((P, 8), nl.int32))

@@ -28,8 +28,10 @@ def keyword_only_parameter() -> None:
 
 
 @breaks_launch(rules.READ_ONLY_ARGUMENT, "dma_copy", "dst")
-def write_to_an_argument() -> None:
-    execute(lambda a: nisa.dma_copy(dst=a, src=tile((4, 4))), np.zeros((4, 4), np.float32))
+def write_to_a_constant_argument() -> None:
+    constant = np.zeros((4, 4), np.float32)
+    constant.flags.writeable = False
+    execute(lambda a: nisa.dma_copy(dst=a, src=tile((4, 4))), constant)
 
 
 @breaks_launch(rules.NO_FN_TENSOR, "kernel", "a")
@@ -50,8 +52,8 @@ def view_as_a_result() -> Any:
 
 
 @breaks_launch(rules.RESULT, "kernel", "result 0")
-def argument_as_a_result() -> None:
-    execute(lambda a: a, np.zeros((4, 4), np.float32))
+def part_of_an_argument_as_a_result() -> None:
+    execute(lambda a: a[0:2, :], np.zeros((4, 4), np.float32))
 
 
 @breaks(rules.RESULT_UNWRITTEN, "kernel", "result 0")
@@ -66,7 +68,7 @@ def both_cores_write_one_row() -> None:
     def body() -> Any:
         out = nl.ndarray((3, 4), dtype=nl.float32, buffer=nl.shared_hbm)
         first = nl.program_id(0)
-        nisa.dma_copy(dst=out[first : first + 2, :], src=tile((2, 4)))
+        nisa.dma_copy(dst=out[first : first + 2, :], src=tile((2, 4), value=1.0 + first))
         return out
 
     execute(body, grid=2)

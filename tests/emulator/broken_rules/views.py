@@ -10,7 +10,7 @@ from nki_emulator import language as nl
 from nki_emulator import rules
 
 from tests.emulator.broken_rules import breaks, breaks_launch
-from tests.emulator.support import P, empty, execute, tile
+from tests.emulator.support import P, empty, execute, load, tile
 
 
 @breaks(rules.SHAPE_ARGS, "nl.ndarray", "shape")
@@ -287,9 +287,65 @@ def pattern_of_an_element_that_does_not_fit() -> None:
     execute(lambda a: a.ap(pattern=[[1, 1]], dtype=nl.float32), np.zeros((3, 2), np.uint8))
 
 
-@breaks(rules.NOT_MODELLED, "tensor.ap", "vector_offset")
-def gather() -> None:
+@breaks(rules.GATHER, "tensor.ap", "indices")
+def gather_on_chip() -> None:
     tile((P, 4)).ap(pattern=[[4, P], [1, 4]], vector_offset=tile((P, 1), nl.int32))
+
+
+@breaks_launch(rules.GATHER, "tensor.ap", "vector_offset")
+def gather_of_half_rows() -> None:
+    execute(lambda a: a.ap(pattern=[[2, 4], [1, 2]], vector_offset=tile((4, 1), nl.int32)), np.ones((4, 4), np.float32))
+
+
+@breaks_launch(rules.GATHER, "tensor.vector_select", "indices")
+def gather_by_floats() -> None:
+    execute(lambda a: a.vector_select(0, tile((4, 1))), np.ones((4, 4), np.float32))
+
+
+@breaks_launch(rules.GATHER, "tensor.vector_select", "dim")
+def gather_of_columns() -> None:
+    execute(lambda a: a.vector_select(1, tile((4, 1), nl.int32)), np.ones((4, 4), np.float32))
+
+
+def gathering(indices: list[int], shape: tuple[int, ...] | None = None, **options: Any) -> None:
+    """A DMA of the rows of a (4, 4) argument that `indices` name."""
+
+    def body(a: Any, b: Any) -> None:
+        chosen = a.vector_select(0, load(b))
+        nisa.dma_copy(dst=empty(shape or (len(indices), 4)), src=chosen, **options)
+
+    execute(body, np.ones((4, 4), np.float32), np.array(indices, np.int32)[:, None])
+
+
+@breaks_launch(rules.GATHER, "dma_copy", "src")
+def gather_into_fewer_rows() -> None:
+    gathering([0, 1], shape=(1, 8))
+
+
+@breaks_launch(rules.GATHER, "dma_copy", "dge_mode")
+def gather_by_hardware_descriptors() -> None:
+    gathering([0, 1], dge_mode=nisa.dge_mode.hwdge)
+
+
+@breaks_launch(rules.GATHER_ROW, "dma_copy", "indices")
+def gather_of_a_row_that_does_not_exist() -> None:
+    gathering([0, 4])
+
+
+@breaks_launch(rules.GATHER, "dma_transpose", "src")
+def transposing_gather() -> None:
+    def body(a: Any) -> None:
+        nisa.dma_transpose(dst=empty((4, 4)), src=a.vector_select(0, tile((4, 1), nl.int32)))
+
+    execute(body, np.ones((4, 4), np.float32))
+
+
+@breaks_launch(rules.GATHER_ROW, "dma_copy", "dst")
+def scatter_to_one_row_twice() -> None:
+    def body(a: Any) -> None:
+        nisa.dma_copy(dst=a.vector_select(0, tile((2, 1), nl.int32)), src=tile((2, 4)))
+
+    execute(body, np.ones((4, 4), np.float32))
 
 
 @breaks(rules.TRN2_ONLY, "tensor.ap")

@@ -17,6 +17,7 @@ from .movement import OobMode as oob_mode  # noqa: N813
 from .movement import dma_copy, dma_transpose, memset, tensor_copy
 from .reduction import ReduceCmd as reduce_cmd  # noqa: N813
 from .reduction import activation, activation_reduce, tensor_reduce, tensor_scalar_reduce
+from .search import max8, nc_find_index8, nc_match_replace8
 from .selection import affine_select, iota, nc_stream_shuffle, select_reduce, tensor_copy_predicated
 
 _TRN3 = ("nc_matmul_mx", "quantize_mx", "activate2", "exponential", "topk")
@@ -30,7 +31,8 @@ def __getattr__(name: str) -> NoReturn:
 
 __all__ = [
     "VirtualRegister", "activation", "activation_reduce", "affine_select", "core_barrier", "dge_mode", "dma_copy",
-    "dma_transpose", "engine", "iota", "matmul_perf_mode", "memset", "nc_matmul", "nc_stream_shuffle", "nc_transpose",
+    "dma_transpose", "engine", "iota", "matmul_perf_mode", "max8", "memset", "nc_find_index8",
+    "nc_match_replace8", "nc_matmul", "nc_stream_shuffle", "nc_transpose",
     "oob_mode", "reciprocal", "reduce_cmd", "register_alloc", "register_load", "register_move", "register_store",
     "scalar_tensor_tensor", "select_reduce", "tensor_copy", "tensor_copy_predicated", "tensor_reduce", "tensor_scalar",
     "tensor_scalar_reduce", "tensor_tensor",

@@ -53,10 +53,16 @@ def dma_copy(
     if geometry.count(source.shape) != geometry.count(out.shape):
         call.refuse(rules.DMA_COUNT, "src", f"{source.shape} into {out.shape}")
     cast = source.dtype != out.dtype
+    if (source.gather or out.gather) and dge_mode not in (DgeMode.unknown, DgeMode.swdge):
+        call.refuse(rules.GATHER, "dge_mode", f"{dge_mode}")
     _check_dma_mode(call, priority, oob_mode, dge_mode, engine, cast)
-    if call.options.arithmetic:
+    gathers = source.gather is not None or out.gather is not None
+    if gathers:
+        call.move_rows(out, source, skip=oob_mode is OobMode.skip)
+    elif call.options.arithmetic:
         call.move("dst", out, "src", source)
-    call.finish(Engine.dma, free_elements(out), dge=dge_mode.value, queue=engine.value, cast=cast)
+    mode = DgeMode.swdge if gathers else dge_mode
+    call.finish(Engine.dma, free_elements(out), dge=mode.value, queue=engine.value, cast=cast, gather=gathers)
 
 
 def _check_dma_mode(call: Call, priority: Any, oob_mode: Any, dge_mode: Any, engine: Any, cast: bool) -> None:
@@ -64,8 +70,8 @@ def _check_dma_mode(call: Call, priority: Any, oob_mode: Any, dge_mode: Any, eng
         call.refuse(rules.ENUMS, "dge_mode", f"{dge_mode!r}, {oob_mode!r}, {engine!r}")
     if priority is not None:
         call.refuse(rules.DMA_MODE, "priority", "needs trn3")
-    if oob_mode is not OobMode.error:
-        call.refuse(rules.NOT_MODELLED, "oob_mode", "skip")
+    if oob_mode is OobMode.skip and not call.dynamic:
+        call.refuse(rules.DMA_MODE, "oob_mode", "skip without a run-time offset")
     if cast and dge_mode is DgeMode.hwdge:
         call.refuse(rules.DMA_MODE, "dge_mode", "hwdge with a cast")
     if call.dynamic and dge_mode is DgeMode.none:
