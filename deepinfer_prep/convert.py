@@ -13,7 +13,7 @@ import numpy as np
 
 from deepinfer_prep import fp8
 from deepinfer_prep._version import __version__
-from deepinfer_prep.errors import RefusedError
+from deepinfer_prep.errors import RefusedError, list_some
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.files.container import Location
 from deepinfer_prep.files.digests import SegmentDigests
@@ -132,12 +132,17 @@ def _identity(plan: Plan) -> dict[str, Any]:
 
 def _refuse_nan(plan: Plan, tally: Tally) -> None:
     if tally.nan_codes:
-        listed = ", ".join(f"{name!r} ({count:,})" for name, count in sorted(tally.nan_codes.items())[:10])
+        listed = _listed(dict(sorted(tally.nan_codes.items())))
         raise RefusedError(
             f"{plan.checkpoint.root}: {tally.counts.nan:,} NaN codes in {len(tally.nan_codes):,} fp8 weights: "
             f"{listed}. "
-            "The checkpoint is damaged; without --strict the codes are kept and counted."
+            "The checkpoint is damaged; without --strict the codes are kept and counted.",
+            code="nan-codes",
         )
+
+
+def _listed(nan_tensors: Mapping[str, int]) -> str:
+    return list_some(list(nan_tensors), 10, lambda name: f"{name!r} ({nan_tensors[name]:,})")
 
 
 def _write_all(
@@ -215,9 +220,9 @@ def _kernel_scale_kind(record: WeightRecord) -> str:
 def _data_warnings(manifest: Manifest) -> tuple[str, ...]:
     warnings = []
     if manifest.nan_tensors:
-        listed = ", ".join(f"{name!r} ({count:,})" for name, count in list(manifest.nan_tensors.items())[:10])
         warnings.append(
-            f"{manifest.counts.nan:,} NaN codes were kept, in {len(manifest.nan_tensors):,} tensors: {listed}."
+            f"{manifest.counts.nan:,} NaN codes were kept, in {len(manifest.nan_tensors):,} tensors: "
+            f"{_listed(manifest.nan_tensors)}."
         )
     halved = any(record.element == "e4m3" for record in manifest.weights.values())
     if halved and not manifest.counts.above_240:

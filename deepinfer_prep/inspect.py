@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepinfer_prep.errors import Reason
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.kernel_scale import Absent, PlannedWeight, describe
 from deepinfer_prep.options import Options
@@ -69,7 +70,9 @@ class Inspection:
     """F8_E4M3 tensors without a scale."""
     scan: ScanResult | None
     warnings: tuple[str, ...]
-    refusals: tuple[str, ...]
+    refusals: tuple[Reason, ...]
+    refusal_codes: tuple[str, ...]
+    """The code of each refusal, in their order."""
 
 
 def inspect_checkpoint(
@@ -99,9 +102,10 @@ def inspect_checkpoint(
 
 
 def summarise(
-    plan: Plan, workers: int, chunk_size: int, scanned: ScanResult | None = None, problems: tuple[str, ...] = ()
+    plan: Plan, workers: int, chunk_size: int, scanned: ScanResult | None = None, problems: tuple[Reason, ...] = ()
 ) -> Inspection:
     """Put a plan into figures, with what a scan found and the values that stand in the way."""
+    refusals = plan.refusals + problems
     return Inspection(
         root=plan.checkpoint.root,
         family=plan.family,
@@ -121,7 +125,8 @@ def summarise(
         unscaled=plan.unscaled,
         scan=scanned,
         warnings=plan.warnings,
-        refusals=plan.refusals + problems,
+        refusals=refusals,
+        refusal_codes=tuple(reason.code for reason in refusals),
     )
 
 

@@ -113,7 +113,8 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise ManifestError(
             f"{folder} has no {MANIFEST_NAME}: it is not a finished output of deepinfer-prep. "
-            "If a conversion was interrupted, run it again to resume it."
+            "If a conversion was interrupted, run it again to resume it.",
+            code="no-output",
         ) from None
     return parse_manifest(text, path)
 

@@ -108,7 +108,8 @@ def _plan_again(source: Path, manifest: Manifest) -> Plan:
     except (TypeError, ValueError) as error:
         raise PrepError(
             f"the manifest's options are not those of this version ({error}). Verify with the version "
-            f"that wrote the output, {manifest.tool_version}."
+            f"that wrote the output, {manifest.tool_version}.",
+            code="other-version",
         ) from None
     return plan_conversion(open_checkpoint(source), options, manifest.tool_version)
 

@@ -70,7 +70,9 @@ def _submit(executor: ThreadPoolExecutor, work: Callable[[Item], Result], item: 
     try:
         return executor.submit(work, item)
     except RuntimeError as error:
-        raise PrepError(f"the system starts no more threads ({error}). Use fewer --workers.") from None
+        raise PrepError(
+            f"the system starts no more threads ({error}). Use fewer --workers.", code="no-threads"
+        ) from None
 
 
 def interleave(sources: Iterable[Iterable[Item]], width: int) -> Iterator[Item]:

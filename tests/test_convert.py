@@ -12,10 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import deepinfer_prep.writing.segment_writer
-from deepinfer_prep import Options, PrepError, Progress, RefusedError, convert_checkpoint, verify_checkpoint
+from deepinfer_prep import Options, Progress, RefusedError, convert_checkpoint, verify_checkpoint
 from deepinfer_prep._version import __version__
 from deepinfer_prep.writing.output_bytes import output_chunks
 from tests.independent_reader import assert_equal_but_for_rounded_codes, dequantize_all, load_checkpoint
+from tests.raises import raises_code
 from tests.small_files import SCALE, WEIGHT, Tensor, tree, write_config, write_file, write_index
 
 MANIFEST = "neuron_manifest.json"
@@ -216,7 +217,7 @@ def test_missing_scales_are_all_named_and_nothing_is_written(tmp_path: Path) -> 
 
 
 def test_an_output_is_no_input(prepared: Path, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="already converted"):
+    with raises_code("already-converted"):
         convert_checkpoint(prepared, tmp_path / "again")
 
 
@@ -226,7 +227,7 @@ def test_source_and_output_must_be_separate(tmp_path: Path, place: str) -> None:
     (tmp_path / "link").symlink_to(source)
     output = {"same": source, "inside": source / "out", "around": source.parent, "link": tmp_path / "link"}[place]
     before = tree(tmp_path)
-    with pytest.raises(RefusedError, match="same folder or lie inside one another"):
+    with raises_code("same-folder"):
         convert_checkpoint(source, output, overwrite=True)
     assert tree(tmp_path) == before
 
@@ -260,7 +261,7 @@ def test_an_interrupted_run_shows_nothing_and_resumes(
         with pytest.raises(Stopped):
             convert_checkpoint(sample, output, workers=2, chunk_size=65_536)
     assert [entry.name for entry in output.iterdir()] == [".deepinfer-prep"]
-    with pytest.raises(PrepError, match="interrupted, run it again"):
+    with raises_code("no-output"):
         verify_checkpoint(output)
     result = convert_checkpoint(sample, output)
     assert tree(output) == tree(prepared)
@@ -308,7 +309,7 @@ def test_a_finished_output_is_replaced_only_when_asked(tmp_path: Path) -> None:
     write_file(second / "model.safetensors", {"l.weight": WEIGHT, "l.scale": SCALE})
     output = tmp_path / "out"
     convert_checkpoint(first, output)
-    with pytest.raises(RefusedError, match="already holds a finished output"):
+    with raises_code("finished-output"):
         convert_checkpoint(second, output)
     convert_checkpoint(second, output, overwrite=True)
     assert set(tree(output)) == {MANIFEST, "model.safetensors"}
@@ -328,7 +329,7 @@ def test_a_foreign_folder_is_not_written_to(tmp_path: Path) -> None:
     source, output = two_weights(tmp_path / "source"), tmp_path / "out"
     write_file(output / "model-00009-of-00009.safetensors", {"old": WEIGHT})
     (output / "notes.txt").write_text("keep")
-    with pytest.raises(RefusedError, match="not empty"):
+    with raises_code("not-empty"):
         convert_checkpoint(source, output)
     convert_checkpoint(source, output, overwrite=True)
     assert not (output / "model-00009-of-00009.safetensors").exists()

@@ -15,6 +15,7 @@ from deepinfer_prep.errors import ManifestError
 from deepinfer_prep.files.container import TensorInfo, read_header
 from deepinfer_prep.files.digests import SegmentDigests
 from deepinfer_prep.runtime import PreparedCheckpoint
+from tests.raises import raises_code
 
 MANIFEST = "neuron_manifest.json"
 WEIGHT = "layers.0.attn.wq_a.weight"
@@ -242,5 +243,5 @@ def test_a_foreign_file_beside_the_sidecar_is_found(copy: Path, name: str) -> No
 
 
 def test_a_folder_without_a_manifest_is_no_output(tmp_path: Path) -> None:
-    with pytest.raises(PrepError, match="not a finished output"):
+    with raises_code("no-output"):
         verify_checkpoint(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from deepinfer_prep import fp8
 from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.files.checkpoint import Shard
-from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.files.container import TensorInfo, tensor_position
 from deepinfer_prep.files.storage import RangeReader
 from deepinfer_prep.planning.plan import OutputFile
 from deepinfer_prep.quantized import DTYPES
@@ -111,12 +110,8 @@ def _at(check: SegmentCheck, offset: int, problem: str) -> Difference:
     if check.shard is None or offset < check.shard.header.data_start:
         return Difference(check.name, f"byte {offset:,}: {problem}")
     position = offset - check.shard.header.data_start
-    tensor = check.shard.header.tensors[_tensor_position(check.shard, position)]
+    tensor = check.shard.header.tensors[tensor_position(check.shard.header.tensors, position)]
     return Difference(check.name, problem, tensor.name, (position - tensor.start) * 8 // DTYPES[tensor.dtype].bits)
-
-
-def _tensor_position(shard: Shard, offset: int) -> int:
-    return bisect_right(shard.header.tensors, offset, key=lambda tensor: tensor.start) - 1
 
 
 def _check_codes(check: SegmentCheck, offset: int, found: fp8.U8, findings: SegmentFindings) -> None:
@@ -140,7 +135,7 @@ def _fp8_parts(
     """The e4m3 tensors in a chunk: tensor, codes, index of the first code in its tensor."""
     low = offset - shard.header.data_start
     high = low + found.size
-    for position in range(max(0, _tensor_position(shard, max(low, 0))), len(shard.header.tensors)):
+    for position in range(max(0, tensor_position(shard.header.tensors, max(low, 0))), len(shard.header.tensors)):
         tensor = shard.header.tensors[position]
         if tensor.start >= high:
             return

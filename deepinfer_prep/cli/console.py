@@ -8,14 +8,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from deepinfer_prep.errors import PrepError, RefusedError
+from deepinfer_prep.errors import PrepError, Reason, RefusedError
 
 if TYPE_CHECKING:
     from deepinfer_prep.workers import Progress, ProgressCallback
@@ -50,16 +50,17 @@ def reported_errors(as_json: bool, after_failure: str = "") -> Iterator[None]:
         with _stopped_by_signals():
             yield
     except RefusedError as error:
-        _fail("refused", list(error.reasons), as_json, EXIT_FAILED)
+        _fail("refused", error.reasons, as_json)
     except PrepError as error:
-        _fail("error", [str(error)], as_json, EXIT_FAILED)
+        _fail("error", [Reason(str(error), error.code)], as_json)
     except OSError as error:
-        _fail("error", [f"{_describe(error)} {after_failure}".rstrip()], as_json, EXIT_FAILED)
+        _fail("error", [Reason(f"{_describe(error)} {after_failure}".rstrip(), "system")], as_json)
     except MemoryError:
         message = f"not enough memory. Use fewer --workers or a smaller --chunk-size. {after_failure}".rstrip()
-        _fail("error", [message], as_json, EXIT_FAILED)
+        _fail("error", [Reason(message, "memory")], as_json)
     except KeyboardInterrupt:
-        _fail("stopped", [f"interrupted. {after_failure}".rstrip()], as_json, EXIT_INTERRUPTED)
+        message = f"interrupted. {after_failure}".rstrip()
+        _fail("stopped", [Reason(message, "interrupted")], as_json, EXIT_INTERRUPTED)
 
 
 @contextmanager
@@ -93,11 +94,12 @@ def _describe(error: OSError) -> str:
     return f"{error.strerror or error} [{code}]{f': {error.filename}' if error.filename else ''}."
 
 
-def _fail(kind: str, messages: list[str], as_json: bool, status: int) -> NoReturn:
+def _fail(kind: str, reasons: Sequence[Reason], as_json: bool, status: int = EXIT_FAILED) -> NoReturn:
     if as_json:
-        _print(json.dumps({"status": kind, "messages": messages}, indent=1))
-    for message in messages:
-        click.echo(f"{kind}: {message}", err=True)
+        codes = [reason.code for reason in reasons]
+        _print(json.dumps({"status": kind, "messages": reasons, "codes": codes}, indent=1))
+    for reason in reasons:
+        click.echo(f"{kind}: {reason}", err=True)
     sys.exit(status)
 
 

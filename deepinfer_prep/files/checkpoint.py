@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepinfer_prep.errors import CheckpointError
+from deepinfer_prep.errors import CheckpointError, list_some
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
 from deepinfer_prep.files.source_files import FileState, OtherFile, check_is_text, exists, find_others
 from deepinfer_prep.naming import INDEX_SUFFIX, PREFERRED_INDEX, SHARD_SUFFIX, WORKSPACE_NAME
@@ -20,6 +20,7 @@ from deepinfer_prep.naming import INDEX_SUFFIX, PREFERRED_INDEX, SHARD_SUFFIX, W
 # Multimodal models nest the language model's config; old compressed-tensors releases wrote another key.
 _NESTED_CONFIGS = ("text_config", "language_config", "llm_config")
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_MOST_NAMES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +71,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
         OSError: something cannot be read.
     """
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist. Give the folder of a checkpoint, or one .safetensors file.")
+        raise CheckpointError(
+            f"{path} does not exist. Give the folder of a checkpoint, or one .safetensors file.", code="no-checkpoint"
+        )
     if not path.is_dir():
         check_is_text(path.name, path.parent)
         return _assemble(path.parent, [read_shard(path)], _read_config(path.parent), (), [])
     if (path / WORKSPACE_NAME / "journal").exists():
         raise CheckpointError(
             f"{path} holds an unfinished run of deepinfer-prep ({WORKSPACE_NAME}): it is an output, not a checkpoint. "
-            f"Give the original checkpoint; if this is it, remove {path / WORKSPACE_NAME}."
+            f"Give the original checkpoint; if this is it, remove {path / WORKSPACE_NAME}.",
+            code="unfinished-run",
         )
     index_name = _find_index(path)
     weight_map = read_index(path / index_name) if index_name else None
@@ -102,7 +106,8 @@ def _assemble(
                 raise CheckpointError(
                     f"tensor {tensor.name!r} is in two files, {shards[shard_of[tensor.name]].path} and {shard.path}: "
                     "which one is meant cannot be known. Move the files that do not belong to the checkpoint away, "
-                    "or add an index that names each tensor's file."
+                    "or add an index that names each tensor's file.",
+                    code="tensor-in-two-files",
                 )
             tensors[tensor.name] = tensor
             shard_of[tensor.name] = position
@@ -122,7 +127,8 @@ def _find_index(folder: Path) -> str | None:
     if len(names) > 1:
         raise CheckpointError(
             f"{folder} holds several indexes and none is {PREFERRED_INDEX}: {', '.join(names)}. "
-            "Keep the one that belongs to the checkpoint."
+            "Keep the one that belongs to the checkpoint.",
+            code="several-indexes",
         )
     return names[0] if names else None
 
@@ -136,11 +142,14 @@ def read_index(path: Path) -> Mapping[str, str]:
     index = _read_json(path)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{path} has no `weight_map` from tensor names to file names. Fetch it again.")
+        raise CheckpointError(
+            f"{path} has no `weight_map` from tensor names to file names. Fetch it again.", code="bad-index"
+        )
     for name in sorted(set(weight_map.values())):
         if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
             raise CheckpointError(
-                f"{path} names the file {name!r}, but an index may name only plain files in its own folder."
+                f"{path} names the file {name!r}, but an index may name only plain files in its own folder.",
+                code="name-outside",
             )
     return weight_map
 
@@ -150,16 +159,19 @@ def _shard_names(folder: Path, weight_map: Mapping[str, str] | None) -> list[str
         names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(SHARD_SUFFIX))
         if not names:
             raise CheckpointError(
-                f"{folder} holds no .safetensors file. Give the folder that holds the checkpoint's shards."
+                f"{folder} holds no .safetensors file. Give the folder that holds the checkpoint's shards.",
+                code="no-shards",
             )
         return names
     counts = Counter(weight_map.values())
     missing = [name for name in sorted(counts) if not exists(folder / name)]
     if missing:
-        listed = "; ".join(f"{name} named by the index ({_tensors(counts[name])}) is missing" for name in missing[:10])
+        listed = list_some(missing, _MOST_NAMES, lambda name: f"{name} ({_tensors(counts[name])})")
         raise CheckpointError(
-            f"{folder}: {listed}; {len(counts) - len(missing)} of {len(counts)} shards present. "
-            "The download is not complete: fetch the missing files."
+            f"{folder}: files that the index names are missing: {listed}; "
+            f"{len(counts) - len(missing)} of {len(counts)} shards present. "
+            "The download is not complete: fetch the missing files.",
+            code="missing-shard",
         )
     return sorted(counts)
 
@@ -179,19 +191,20 @@ def check_index(path: Path, weight_map: Mapping[str, str], shards: Iterable[Shar
     if absent:
         raise CheckpointError(
             f"{path} names {_tensors(len(absent))} that the named shards do not hold: {_first(absent, weight_map)}. "
-            "The index belongs to other shards, or a shard was replaced: fetch both again."
+            "The index belongs to other shards, or a shard was replaced: fetch both again.",
+            code="index-mismatch",
         )
     unnamed = [name for name in found if name not in weight_map]
     if unnamed:
         raise CheckpointError(
             f"{path} does not name {_tensors(len(unnamed))} that the shards hold: {_first(unnamed, found)}. "
-            "Loaders would miss them: fetch the index again, or add the names to it."
+            "Loaders would miss them: fetch the index again, or add the names to it.",
+            code="index-mismatch",
         )
 
 
-def _first(names: list[str], shard_of: Mapping[str, str], most: int = 10) -> str:
-    listed = ", ".join(f"{name!r} ({shard_of[name]})" for name in names[:most])
-    return listed + (f" and {len(names) - most:,} more" if len(names) > most else "")
+def _first(names: list[str], shard_of: Mapping[str, str]) -> str:
+    return list_some(names, _MOST_NAMES, lambda name: f"{name!r} ({shard_of[name]})")
 
 
 def _check_total_size(path: Path, shards: list[Shard]) -> list[str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring
 from pathlib import Path
@@ -51,6 +52,11 @@ class TensorInfo(NamedTuple):
     def elements(self) -> int:
         """Number of elements; 1 for a scalar."""
         return math.prod(self.shape)
+
+
+def tensor_position(tensors: Sequence[TensorInfo], offset: int) -> int:
+    """The position, among tensors in the order of their bytes, of the one that holds a byte of the data section."""
+    return bisect_right(tensors, offset, key=lambda tensor: tensor.start) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +149,8 @@ def _read_header_text(file: RangeReader, size: int) -> bytearray:
     if size < PREFIX_BYTES:
         raise ContainerError(
             f"{file.path} is {size} bytes long, too short for a safetensors file: the download is not complete. "
-            "Fetch it again."
+            "Fetch it again.",
+            code="truncated-file",
         )
     prefix = bytearray(min(size, 64))
     file.read_into(memoryview(prefix), 0)
@@ -294,7 +301,8 @@ def _check_tiling(tensors: list[TensorInfo], data_size: int, data_start: int, pa
         )
         raise ContainerError(
             f"{path}: expected {expected:,} bytes, found {found:,}: {difference}. "
-            "The download or copy is not complete, or another program wrote to the file. Fetch it again."
+            "The download or copy is not complete, or another program wrote to the file. Fetch it again.",
+            code="wrong-file-size",
         )
 
 

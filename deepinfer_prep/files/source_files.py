@@ -70,7 +70,9 @@ def find_others(folder: Path, shard_names: set[str]) -> tuple[tuple[OtherFile, .
         if name in shard_names:
             continue
         if not exists(path):
-            raise CheckpointError(f"{path} is a link to a file that is not there. Fetch it again, or remove the link.")
+            raise CheckpointError(
+                f"{path} is a link to a file that is not there. Fetch it again, or remove the link.", code="broken-link"
+            )
         if name.endswith((SHARD_SUFFIX, *_PARTIAL_SUFFIXES)) or not stat.S_ISREG(path.stat().st_mode):
             left_out.append(name)
         else:
@@ -84,7 +86,8 @@ def check_is_text(name: str, folder: Path) -> None:
     except UnicodeEncodeError:
         raise CheckpointError(
             f"{folder} holds a file whose name is not valid UTF-8, {name!r}: the output's manifest could not name it. "
-            "Rename or remove it."
+            "Rename or remove it.",
+            code="name-not-utf8",
         ) from None
 
 
@@ -93,14 +96,17 @@ def _check_no_download_goes_on(name: str, folder: Path, shard_names: set[str]) -
     if unfinished in shard_names - {name}:
         raise CheckpointError(
             f"{folder / name} says that the download of {unfinished} beside it is not finished: parts of it may still "
-            f"be zeros. Finish the download, or remove {name} if it is."
+            f"be zeros. Finish the download, or remove {name} if it is.",
+            code="unfinished-download",
         )
 
 
 def _walk(folder: Path, prefix: str, above: frozenset[Path], linked: bool = False) -> Iterator[tuple[str, Path]]:
     """Files below a folder, by relative name; links to folders are followed unless they lead upwards."""
     if len(above) > _DEEPEST_FOLDER:
-        raise CheckpointError(f"{folder} lies more than {_DEEPEST_FOLDER} folders deep. Move it out of the checkpoint.")
+        raise CheckpointError(
+            f"{folder} lies more than {_DEEPEST_FOLDER} folders deep. Move it out of the checkpoint.", code="too-deep"
+        )
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = folder / entry.name
         if entry.name in _SKIPPED:
@@ -111,7 +117,8 @@ def _walk(folder: Path, prefix: str, above: frozenset[Path], linked: bool = Fals
             if linked and entry.is_symlink():
                 raise CheckpointError(
                     f"{path} is a link to a folder inside a linked folder: a few of these can multiply to millions of "
-                    "files. Replace one of the links by the folder itself."
+                    "files. Replace one of the links by the folder itself.",
+                    code="link-in-link",
                 )
             yield from _walk(path, f"{prefix}{entry.name}/", above | {path.resolve()}, linked or entry.is_symlink())
 

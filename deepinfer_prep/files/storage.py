@@ -64,7 +64,8 @@ class _RangedFile:
             if count == 0:
                 raise PrepError(
                     f"{self.path} ends at byte {offset + done:,} where {len(buffer) - done:,} more bytes were "
-                    "expected: it was cut while it was being read. Check that nothing else writes to it."
+                    "expected: it was cut while it was being read. Check that nothing else writes to it.",
+                    code="file-cut",
                 )
             done += count
 
@@ -89,7 +90,9 @@ class RangeReader(_RangedFile):
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
             what = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-            raise PrepError(f"{path} is {what}, where a file was expected. Move it away or fetch the file again.")
+            raise PrepError(
+                f"{path} is {what}, where a file was expected. Move it away or fetch the file again.", code="not-a-file"
+            )
         super().__init__(path, os.O_RDONLY)
 
 

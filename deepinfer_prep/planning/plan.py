@@ -15,6 +15,7 @@ import xxhash
 
 from deepinfer_prep import fp8
 from deepinfer_prep._version import __version__
+from deepinfer_prep.errors import Reason
 from deepinfer_prep.families import Layout, read_layout
 from deepinfer_prep.files.checkpoint import Checkpoint, Shard
 from deepinfer_prep.files.container import TensorInfo, encode_header
@@ -94,7 +95,7 @@ class Plan:
     operations: Mapping[str, Operation] = field(repr=False)
     """Operation of every tensor that is not copied, by name."""
     warnings: tuple[str, ...]
-    refusals: tuple[str, ...]
+    refusals: tuple[Reason, ...]
     fingerprint: str
     """xxh3-128 over the names, sizes and headers of the source's files."""
 

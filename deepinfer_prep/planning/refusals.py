@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from deepinfer_prep.errors import Reason, list_some
 from deepinfer_prep.families import Layout
 from deepinfer_prep.families.combine import NO_SCALE
 from deepinfer_prep.families.protocol import Unpaired
 from deepinfer_prep.files.checkpoint import Checkpoint
-from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.naming import (
     HI_SUFFIX,
     KERNEL_SCALE_SUFFIX,
@@ -28,18 +28,22 @@ _MOST_NEAR = 5
 _SCALE_LIKE = re.compile("scal|_scl|_sf$|_inv|amax", re.IGNORECASE)
 
 
-def refuse(checkpoint: Checkpoint, layout: Layout, options: Options, split: Iterable[str]) -> tuple[str, ...]:
-    """Every refusal as a whole sentence; empty where the conversion may start."""
+def refuse(checkpoint: Checkpoint, layout: Layout, options: Options, split: Iterable[str]) -> tuple[Reason, ...]:
+    """Every refusal as a whole sentence with its code; empty where the conversion may start."""
     return (
-        *_already_converted(checkpoint),
-        *layout.refusals,
-        *_unscaled(checkpoint, layout, options),
-        *_foreign_fp8(checkpoint),
-        *_shared_scales(checkpoint, layout),
-        *_file_clashes(checkpoint),
-        *_tensor_clashes(checkpoint, layout, split),
-        *_split_scales(checkpoint, layout, split),
+        *_coded("already-converted", _already_converted(checkpoint)),
+        *_coded("family", layout.refusals),
+        *_coded("fp8-without-scale", _unscaled(checkpoint, layout, options)),
+        *_coded("foreign-fp8", _foreign_fp8(checkpoint)),
+        *_coded("shared-scale", _shared_scales(checkpoint, layout)),
+        *_coded("file-name-taken", _file_clashes(checkpoint)),
+        *_coded("tensor-name-taken", _tensor_clashes(checkpoint, layout, split)),
+        *_coded("split-of-scale", _split_scales(checkpoint, layout, split)),
     )
+
+
+def _coded(code: str, sentences: Iterable[str]) -> Iterator[Reason]:
+    return (Reason(sentence, code) for sentence in sentences)
 
 
 def _already_converted(checkpoint: Checkpoint) -> Iterator[str]:
@@ -146,9 +150,7 @@ def _split_scales(checkpoint: Checkpoint, layout: Layout, split: Iterable[str]) 
 
 
 def _listed(checkpoint: Checkpoint, names: list[str]) -> str:
-    def show(tensor: TensorInfo) -> str:
-        return f"{tensor.name!r} in {checkpoint.shards[checkpoint.shard_of[tensor.name]].name}"
+    def show(name: str) -> str:
+        return f"{name!r} in {checkpoint.shards[checkpoint.shard_of[name]].name}"
 
-    listed = ", ".join(show(checkpoint.tensors[name]) for name in names[:_MOST_NAMES])
-    more = len(names) - _MOST_NAMES
-    return listed + (f" and {more:,} more (`inspect --json` lists all)" if more > 0 else "")
+    return list_some(names, _MOST_NAMES, show) + (" (`inspect --json` lists all)" if len(names) > _MOST_NAMES else "")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from deepinfer_prep.errors import Reason, list_some
 from deepinfer_prep.families.patterns import compile_pattern
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
@@ -26,7 +27,7 @@ class SplitChoice:
 
     names: tuple[str, ...]
     warnings: tuple[str, ...]
-    refusals: tuple[str, ...]
+    refusals: tuple[Reason, ...]
 
 
 def choose_split(checkpoint: Checkpoint, patterns: Iterable[str] = ()) -> SplitChoice:
@@ -35,11 +36,11 @@ def choose_split(checkpoint: Checkpoint, patterns: Iterable[str] = ()) -> SplitC
     A pattern that matches nothing, or something that is no F32 matrix, is a refusal.
     """
     asked: set[str] = set()
-    refusals: list[str] = []
+    refusals: list[Reason] = []
     for pattern in patterns:
         found, problem = _matching(checkpoint, pattern)
         asked |= found
-        refusals += [problem] if problem else []
+        refusals += [Reason(problem, "bad-split-pattern")] if problem else []
     chosen = {
         name: None
         for name, tensor in checkpoint.tensors.items()
@@ -92,9 +93,8 @@ def _unsplit_warning(left: list[TensorInfo]) -> tuple[str, ...]:
     unsplit = [tensor for tensor in left if tensor.dtype == "F32"]
     if not unsplit:
         return ()
-    listed = ", ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in unsplit[:_MOST_NAMES])
-    more = f" and {len(unsplit) - _MOST_NAMES:,} more" if len(unsplit) > _MOST_NAMES else ""
+    listed = list_some(unsplit, _MOST_NAMES, lambda tensor: f"{tensor.name} {list(tensor.shape)}")
     return (
-        f"{len(unsplit):,} fp32 matrices look like hyper-connection matrices but were not split: {listed}{more}. "
+        f"{len(unsplit):,} fp32 matrices look like hyper-connection matrices but were not split: {listed}. "
         "If a graph takes their bf16 halves, name them with --split PATTERN.",
     )

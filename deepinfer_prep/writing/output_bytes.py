@@ -13,7 +13,7 @@ import numpy as np
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError
-from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.files.container import TensorInfo, tensor_position
 from deepinfer_prep.files.segments import SLACK_BYTES
 from deepinfer_prep.files.storage import DIRECT_BYTES, RangeReader
 from deepinfer_prep.planning.plan import Operation, OutputFile, Run
@@ -54,7 +54,7 @@ def output_chunks(
 
 def tensor_at(file: OutputFile, offset: int) -> TensorInfo:
     """The tensor that holds a byte of the data section."""
-    return file.tensors[bisect_right(file.tensors, offset, key=lambda tensor: tensor.start) - 1]
+    return file.tensors[tensor_position(file.tensors, offset)]
 
 
 def describe_element(file: OutputFile, offset: int) -> str:
@@ -113,7 +113,8 @@ def _apply(file: OutputFile, run: Run, begin: int, piece: fp8.U8, tally: Tally |
         offset = begin + error.index * run.element_bytes
         raise ConversionError(
             f"{describe_element(file, offset)} {error.problem}: the scale cannot be doubled exactly. "
-            "A scale like this is damaged or was never set; fetch the file again or repair the checkpoint."
+            "A scale like this is damaged or was never set; fetch the file again or repair the checkpoint.",
+            code="bad-value",
         ) from None
 
 
@@ -128,7 +129,8 @@ def _check_unscaled(file: OutputFile, begin: int, piece: fp8.U8, tally: Tally | 
             f"{describe_element(file, begin + int(above[0]))} is the fp8 code 0x{code:02x} "
             f"({fp8.decode_e4m3fn(code):g}), which the hardware reads as infinity or NaN, and the tensor has no scale "
             "that could be doubled for it: it cannot be copied as it is. Use a checkpoint that has the scale, or this "
-            "tensor in bf16."
+            "tensor in bf16.",
+            code="bad-value",
         )
     if tally is not None:
         _count_nan(file, begin, piece, tally)

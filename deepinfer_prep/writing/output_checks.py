@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deepinfer_prep.errors import RefusedError
+from deepinfer_prep.errors import RefusedError, list_some
 from deepinfer_prep.naming import DISCARDED_NAME, MANIFEST_NAME, SIDECAR_FOLDER, WORKSPACE_NAME
 from deepinfer_prep.writing.journal import is_same_run, read_identity
 from deepinfer_prep.writing.workspace import READY_NAME, REJECTED_NAME
@@ -26,7 +26,8 @@ def check_separate(source: Path, output: Path) -> None:
     if _is_same_folder(folder, output) or inside:
         raise RefusedError(
             f"the output {output} and the source {source} are the same folder or lie inside one another. "
-            "Choose a separate, empty folder as the output."
+            "Choose a separate, empty folder as the output.",
+            code="same-folder",
         )
 
 
@@ -41,7 +42,8 @@ def check_sources_outside(sources: Iterable[Path], output: Path) -> None:
         target = source.resolve()
         if output in target.parents:
             raise RefusedError(
-                f"{source} is a link to {target}, inside the output {output}. Choose another folder as the output."
+                f"{source} is a link to {target}, inside the output {output}. Choose another folder as the output.",
+                code="link-into-output",
             )
 
 
@@ -70,7 +72,7 @@ def check_usable(output: Path, identity: Mapping[str, Any], names: Iterable[str]
     """
     if not output.is_dir():
         if output.exists() or output.is_symlink():
-            raise RefusedError(f"{output} is not a folder. Choose a folder as the output.")
+            raise RefusedError(f"{output} is not a folder. Choose a folder as the output.", code="not-a-folder")
         return
     _check_names_free(output, names)
     if not overwrite:
@@ -87,9 +89,10 @@ def _check_names_free(output: Path, names: Iterable[str]) -> None:
             taken.append(folder)
     if taken:
         raise RefusedError(
-            f"{output} cannot take the output: {', '.join(taken[:5])} "
+            f"{output} cannot take the output: {list_some(taken, 5)} "
             "is a folder where a file has to go, or a file or link where a folder has to go. Move it away, or "
-            "choose another output."
+            "choose another output.",
+            code="name-taken",
         )
 
 
@@ -100,18 +103,21 @@ def _check_only_own_run(output: Path, identity: Mapping[str, Any]) -> None:
     if is_same_run(found, identity) and ((root / READY_NAME).exists() or (root / REJECTED_NAME).exists()):
         return  # Its publication was interrupted: files have their final names already.
     if MANIFEST_NAME in entries:
-        raise RefusedError(f"{output} already holds a finished output. Use --overwrite to replace it.")
+        raise RefusedError(
+            f"{output} already holds a finished output. Use --overwrite to replace it.", code="finished-output"
+        )
     if found is not None and not is_same_run(found, identity):
         different = [key for key in sorted({*found, *identity}) if found.get(key) != identity.get(key)]
         raise RefusedError(
             f"{output} holds an unfinished run that cannot be resumed: its {', '.join(different)} differ from this "
-            "run's. Use --overwrite to start over, or finish it with the source and version that began it."
+            "run's. Use --overwrite to start over, or finish it with the source and version that began it.",
+            code="other-run",
         )
     if entries:
         raise RefusedError(
-            f"{output} is not empty: it holds {', '.join(sorted(entries)[:5])}"
-            f"{' and more' if len(entries) > 5 else ''}. Choose an empty folder, or use --overwrite to replace "
-            "the safetensors files and indexes in it."
+            f"{output} is not empty: it holds {list_some(sorted(entries), 5)}. Choose an empty folder, or use "
+            "--overwrite to replace the safetensors files and indexes in it.",
+            code="not-empty",
         )
 
 
@@ -128,7 +134,8 @@ def check_space(output: Path, needed: int) -> None:
     if needed - written > free:
         raise RefusedError(
             f"{output}: the output needs {needed:,} bytes, of which {written:,} are written already, but its file "
-            f"system has {free:,} bytes free. Free some space or choose another output."
+            f"system has {free:,} bytes free. Free some space or choose another output.",
+            code="no-space",
         )
 
 

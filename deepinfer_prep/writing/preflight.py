@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from deepinfer_prep import fp8
-from deepinfer_prep.errors import ConversionError, RefusedError
+from deepinfer_prep.errors import ConversionError, Reason, RefusedError
 from deepinfer_prep.files import segments
 from deepinfer_prep.files.sizes import format_size
 from deepinfer_prep.files.storage import Readers
@@ -51,7 +51,7 @@ def check_values(plan: Plan, workers: int, chunk_size: int, progress: ProgressCa
 
 def find_problems(
     plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback | None = None
-) -> tuple[str, ...]:
+) -> tuple[Reason, ...]:
     """The values for which `check_values` refuses, each a whole sentence.
 
     Fp8 tensors without a scale count only where the options ask to copy them; else headers refuse them already.
@@ -60,7 +60,7 @@ def find_problems(
     problems = [problem for _, problem in _check(pieces, workers, chunk_size, progress)]
     if plan.options.unscaled == "copy-if-safe":
         problems += find_unsafe(plan, workers, chunk_size, progress).values()
-    return tuple(sorted(problems)[:_MOST_PROBLEMS])
+    return tuple(Reason(problem, "bad-value") for problem in sorted(problems)[:_MOST_PROBLEMS])
 
 
 def find_unsafe(
@@ -72,13 +72,13 @@ def find_unsafe(
     return {piece.tensor: problem for piece, problem in found}
 
 
-def explain_unscaled(plan: Plan) -> tuple[str, ...]:
+def explain_unscaled(plan: Plan) -> tuple[Reason, ...]:
     """What the bytes of fp8 tensors without a scale say about copying them; read only where they are few."""
     size = sum(plan.checkpoint.tensors[name].nbytes for name in plan.unscaled)
     if not plan.unscaled or plan.options.unscaled == "copy-if-safe" or size > _MOST_BYTES_UNASKED:
         return ()
     unsafe = find_unsafe(plan, default_workers(), DEFAULT_CHUNK_BYTES)
-    return (unscaled_sentence(len(plan.unscaled), size, unsafe),)
+    return (Reason(unscaled_sentence(len(plan.unscaled), size, unsafe), "fp8-without-scale"),)
 
 
 def unscaled_sentence(count: int, size: int, unsafe: Mapping[str, str]) -> str:
@@ -186,7 +186,8 @@ def _check_split(file: OutputFile, offset: int, chunk: fp8.U8) -> None:
     except fp8.NoExactResultError as error:
         raise ConversionError(
             f"{describe_element(file, offset + 4 * error.index)} {error.problem}: the matrix cannot be split into "
-            "bf16 halves. The file is damaged; fetch it again."
+            "bf16 halves. The file is damaged; fetch it again.",
+            code="bad-value",
         ) from None
 
 

@@ -97,7 +97,9 @@ def _rename(workspace: Workspace, names: Iterable[str]) -> None:
         if workspace.path(name).exists():
             os.replace(workspace.path(name), target)
         elif not target.exists():
-            raise ConversionError(f"{target} vanished while the output was being completed. Run the command again.")
+            raise ConversionError(
+                f"{target} vanished while the output was being completed. Run the command again.", code="vanished"
+            )
     for folder in sorted(folders):
         sync_folder(folder)
 

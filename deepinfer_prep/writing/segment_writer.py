@@ -180,5 +180,6 @@ def check_unchanged(file: OutputFile, now: FileState) -> None:
     if now != file.state:
         raise ConversionError(
             f"{file.source} changed while it was being converted. Nothing was published. Make sure that nothing "
-            "writes to the checkpoint, and convert again with --overwrite."
+            "writes to the checkpoint, and convert again with --overwrite.",
+            code="source-changed",
         )

@@ -100,7 +100,9 @@ def _acquire(path: Path) -> int:
             os.close(lock)
             raise
         os.close(lock)
-    raise RefusedError(f"{path} is removed as fast as it is made: other conversions run in this folder. Wait.")
+    raise RefusedError(
+        f"{path} is removed as fast as it is made: other conversions run in this folder. Wait.", code="locked"
+    )
 
 
 def _lock(descriptor: int, output: Path) -> None:
@@ -108,14 +110,16 @@ def _lock(descriptor: int, output: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RefusedError(
-            f"{output}: another conversion is writing to this folder. Wait for it, or choose another output."
+            f"{output}: another conversion is writing to this folder. Wait for it, or choose another output.",
+            code="locked",
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         raise RefusedError(
             f"{output}: its file system cannot lock files ({error.strerror}), so two conversions could write here "
-            "at once. Mount it with locks (Lustre: -o flock), or choose another output."
+            "at once. Mount it with locks (Lustre: -o flock), or choose another output.",
+            code="no-locks",
         ) from None
 
 

@@ -97,6 +97,7 @@ def test_refusals_as_json(unscaled: Path, tmp_path: Path) -> None:
     data = json.loads(result.stdout)
     assert data["status"] == "refused"
     assert "'l.weight'" in data["messages"][0]
+    assert data["codes"] == ["fp8-without-scale"] * len(data["messages"])
 
 
 def test_a_difference_fails_verification(checkpoint: Path, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def pointer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (missing_shard, "b.safetensors named by the index (1 tensor) is missing; 1 of 2 shards present"),
+        (missing_shard, "b.safetensors (1 tensor); 1 of 2 shards present"),
         (entry_without_tensor, "'gone.weight' (a.safetensors)"),
         (entry_of_another_shard, "2 tensors that the named shards do not hold"),
         (tensor_without_entry, "'extra.weight' (a.safetensors)"),

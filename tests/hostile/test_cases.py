@@ -34,7 +34,7 @@ def indexed(folder: Path, **more: str) -> Path:
 def test_the_index_names_a_missing_shard(tmp_path: Path) -> None:
     source = indexed(tmp_path / "source", m="b.safetensors")
     assert (
-        "b.safetensors named by the index (1 tensor) is missing; 1 of 2 shards present. The download is not complete: "
+        "b.safetensors (1 tensor); 1 of 2 shards present. The download is not complete: "
         "fetch the missing files." in refuse(source, tmp_path / "out")
     )
 

@@ -17,6 +17,7 @@ from deepinfer_prep import PrepError, Progress, RefusedError, convert_checkpoint
 from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.writing.output_checks import check_separate
 from tests.hostile.checkpoints import MANIFEST, WORKSPACE, convert, published, write_checkpoint
+from tests.raises import raises_code
 from tests.small_files import tree
 
 
@@ -68,9 +69,9 @@ def test_a_half_downloaded_cache_snapshot_is_refused(source: Path, scratch: Path
     (snapshot / "model-2.safetensors").resolve().unlink()
     result = convert(snapshot, scratch / "out")
     assert result.exit_code == 1
-    assert "model-2.safetensors named by the index (3 tensors) is missing; 1 of 2 shards present" in result.stderr
+    assert "model-2.safetensors (3 tensors); 1 of 2 shards present" in result.stderr
     (snapshot / "model-2.safetensors").unlink()
-    assert "model-2.safetensors named by the index (3 tensors) is missing" in convert(snapshot, scratch / "out").stderr
+    assert "model-2.safetensors (3 tensors)" in convert(snapshot, scratch / "out").stderr
     assert not (scratch / "out").exists()
 
 
@@ -180,7 +181,7 @@ def test_a_folder_of_links_into_the_output_is_refused(source: Path, scratch: Pat
     for path in source.glob("*.*"):
         (links / path.name).symlink_to(path)
     before = tree(source)
-    with pytest.raises(RefusedError, match=r"is a link to .* inside the output"):
+    with raises_code("link-into-output"):
         convert_checkpoint(links, source, overwrite=True)
     assert tree(source) == before
 
@@ -261,9 +262,9 @@ def test_one_folder_under_two_paths_is_recognised_by_its_inode(source: Path, scr
     mounted = Elsewhere(scratch / "mounted")
     mounted.symlink_to(source)
     for output in (mounted, mounted / "inside"):
-        with pytest.raises(RefusedError, match="same folder or lie inside one another"):
+        with raises_code("same-folder"):
             check_separate(source, output)
-    with pytest.raises(RefusedError, match="same folder or lie inside one another"):
+    with raises_code("same-folder"):
         check_separate(mounted / "inference", source)
 
 

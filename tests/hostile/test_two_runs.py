@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer_prep import Progress, RefusedError, convert_checkpoint, verify_checkpoint
+from deepinfer_prep import Progress, convert_checkpoint, verify_checkpoint
 from deepinfer_prep import convert as module
 from deepinfer_prep.writing.workspace import Workspace
 from tests.hostile.checkpoints import MANIFEST, WORKSPACE, convert, published
+from tests.raises import raises_code
 from tests.small_files import tree
 
 
@@ -60,7 +61,7 @@ def test_a_run_that_waited_at_the_lock_of_a_finished_one_does_not_keep_a_lost_lo
 
 def test_a_workspace_that_others_keep_removing_is_given_up(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: shutil.rmtree(scratch / "out" / WORKSPACE))
-    with pytest.raises(RefusedError, match="removed as fast as it is made"):
+    with raises_code("locked"):
         Workspace(scratch / "out")
 
 
@@ -97,7 +98,7 @@ def test_a_run_that_finds_the_work_done_leaves_nothing_behind(
             real(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "check_usable", check_usable)
-    with pytest.raises(RefusedError, match="already holds a finished output"):
+    with raises_code("finished-output"):
         convert_checkpoint(source, output)
     assert sorted(name for name in os.listdir(output) if name.startswith(".")) == []
     assert verify_checkpoint(output, source=source).ok

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from deepinfer_prep.errors import list_some
 from deepinfer_prep.runtime.loading.slices import Slice
 
 
@@ -71,7 +72,7 @@ class Assembly(NamedTuple):
     def sources(self) -> str:
         """Names for messages."""
         names = [place.piece.name for place in self.places]
-        return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+        return list_some(names, 3, repr)
 
 
 class AssemblyError(ValueError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from deepinfer_prep.errors import RefusedError
+from deepinfer_prep.errors import RefusedError, list_some
 from deepinfer_prep.runtime.loading.assembly import Assembly, AssemblyError, Piece, Target, assemble
 from deepinfer_prep.runtime.loading.attachments import Companions, companions_of
 from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint
@@ -200,15 +200,11 @@ def _reasons(checkpoint: PreparedCheckpoint, matching: _Matching, missing: list[
     if len(matching.problems) > _MOST_NAMES:
         yield f"And {len(matching.problems) - _MOST_NAMES:,} more of the same kinds."
     if strict and missing:
-        yield f"{len(missing):,} missing: no tensor of the checkpoint goes to {_listed(missing)}."
+        yield f"{len(missing):,} missing: no tensor of the checkpoint goes to {list_some(missing, _MOST_NAMES)}."
     if strict and matching.unexpected:
         yield (
-            f"{len(matching.unexpected):,} unexpected: the model has no place for {_listed(matching.unexpected)}. "
+            f"{len(matching.unexpected):,} unexpected: the model has no place for "
+            f"{list_some(matching.unexpected, _MOST_NAMES)}. "
             "Let `rename` return the parameter's name, or None to leave a tensor out."
         )
     yield "Nothing was loaded."
-
-
-def _listed(names: list[str]) -> str:
-    listed = ", ".join(names[:_MOST_NAMES])
-    return listed + (f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else "")
