@@ -16,9 +16,16 @@ import numpy as np
 from deepinfer_prep import fp8
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
-from deepinfer_prep.quantized import FLOAT_DTYPES, Element, QuantizedWeight, grid_shape, matrix_shape, tensor_nbytes
+from deepinfer_prep.quantized import (
+    FLOAT_DTYPES,
+    KERNEL_BLOCK,
+    Element,
+    QuantizedWeight,
+    grid_shape,
+    matrix_shape,
+    tensor_nbytes,
+)
 
-KERNEL_BLOCK = 32
 KERNEL_ROWS, KERNEL_COLUMNS = 32, 128
 """The GEMM kernels take weights whose rows and columns are multiples of these."""
 _E8M0_DTYPES = ("F8_E8M0", "U8")

@@ -23,6 +23,9 @@ HI_SUFFIX, LO_SUFFIX = ".hi", ".lo"
 KERNEL_SCALE_SUFFIX = ".nki_scale"
 """Suffix of a weight's kernel scale in the sidecar."""
 
+SPLIT_SUFFIXES = ("hc_attn_fn", "hc_ffn_fn")
+"""How the names of the hyper-connection matrices end that are always split into hi and lo."""
+
 MARKER = "deepinfer_prep"
 """Key in the `__metadata__` of a converted shard; its value is the version of the tool."""
 MAX_MARKER = "fp8_max"

@@ -11,6 +11,9 @@ from typing import Literal
 Element = Literal["e4m3", "e2m1"]
 """How a quantized weight's values are coded: one e4m3 value a byte, or two e2m1 (fp4) values a byte."""
 
+KERNEL_BLOCK = 32
+"""Rows and columns of the blocks whose scale is one byte of a kernel scale; the GEMM kernels know no other."""
+
 FP8_DTYPE = "F8_E4M3"
 """What safetensors calls e4m3fn."""
 

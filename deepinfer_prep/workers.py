@@ -75,6 +75,24 @@ def _submit(executor: ThreadPoolExecutor, work: Callable[[Item], Result], item: 
         ) from None
 
 
+def batches(items: Iterable[Item], size: Callable[[Item], int], most_bytes: int, most: int) -> Iterator[list[Item]]:
+    """Put neighbours together, as handing out an item costs more than working on a small one.
+
+    A batch holds at most `most` items of `most_bytes` together, or one item that is larger.
+    """
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        nbytes = size(item)
+        if batch and (total + nbytes > most_bytes or len(batch) == most):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += nbytes
+    if batch:
+        yield batch
+
+
 def interleave(sources: Iterable[Iterable[Item]], width: int) -> Iterator[Item]:
     """Take from `width` sources in turn; when one is at its end the next takes its place."""
     waiting = map(iter, sources)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,10 @@ from deepinfer_prep.errors import PrepError
 DIRECT_BYTES = 4096
 """Direct writes take offsets, lengths and addresses that are multiples of this; no disk needs more."""
 
+MOST_BUFFERS = 1024
+"""What one call reads into at most: Linux's IOV_MAX."""
+
+_MAP_NORESERVE = 0x4000
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -94,6 +99,37 @@ class RangeReader(_RangedFile):
                 f"{path} is {what}, where a file was expected. Move it away or fetch the file again.", code="not-a-file"
             )
         super().__init__(path, os.O_RDONLY)
+
+    def read_scattered(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill buffers (`MOST_BUFFERS` at most) from consecutive bytes, in one call where possible.
+
+        Raises:
+            PrepError: the file ends before the last buffer is full.
+            OSError: the read failed.
+        """
+        with _named(self.path):
+            done = os.preadv(self._fd, buffers, offset)
+        position = 0
+        for buffer in buffers:
+            filled = min(max(done - position, 0), len(buffer))
+            if filled < len(buffer):
+                self.read_into(buffer[filled:], offset + position + filled)
+            position += len(buffer)
+
+    def will_need(self, offset: int, size: int) -> None:
+        """Say that a byte range is read soon, so that many are fetched from storage at once; only advice."""
+        os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def map_privately(self, size: int) -> mmap.mmap:
+        """The file's first `size` bytes as memory; a page that is written to is copied, so the file never changes.
+
+        Raises:
+            OSError: the file system cannot map files, or the process may map no more.
+        """
+        # Private pages of a file that is larger than memory are refused unless nothing is reserved for them.
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        with _named(self.path):
+            return mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 class Readers:

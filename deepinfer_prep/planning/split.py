@@ -15,8 +15,8 @@ from deepinfer_prep.errors import Reason, list_some
 from deepinfer_prep.families.patterns import compile_pattern
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.naming import SPLIT_SUFFIXES
 
-SPLIT_SUFFIXES = ("hc_attn_fn", "hc_ffn_fn")
 _CANDIDATE = re.compile(r"hc[^.]*(\.[^.]*)?fn(\.weight)?$|hyper_?connection")
 _MOST_NAMES = 5
 

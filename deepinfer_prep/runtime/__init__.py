@@ -2,23 +2,62 @@
 
     from deepinfer_prep.runtime import fp8, gemm, load_weights, mhc
 
-Sub-modules are imported when they are first asked for, so that this package itself needs no torch.
+Sub-modules are imported when they are first asked for, so that what is not used costs nothing.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-_MODULES = frozenset({"fp8", "gemm", "mhc", "neuron"})
+if importlib.util.find_spec("torch") is None:
+    raise ModuleNotFoundError(
+        "deepinfer_prep.runtime needs torch, which is not installed. Install it with `pip install "
+        "'deepinfer-prep[runtime]'`; inspecting, converting and verifying do without it.",
+        name="torch",
+    )
+
+if TYPE_CHECKING:
+    from deepinfer_prep.runtime import fp8, gemm, mhc, neuron
+    from deepinfer_prep.runtime.compiler import configure_compiler, describe
+    from deepinfer_prep.runtime.load import LoadReport, load_weights, weights_iterator
+    from deepinfer_prep.runtime.loading.assembly import Target
+    from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint, WeightParts
+    from deepinfer_prep.runtime.loading.contents import StoredTensor
+    from deepinfer_prep.runtime.loading.requests import Request
+    from deepinfer_prep.runtime.loading.slices import Slice, SliceError
+    from deepinfer_prep.runtime.rescaling.rescale import rescale_fp8_weights
+
+__all__ = [
+    "LoadReport",
+    "PreparedCheckpoint",
+    "Request",
+    "Slice",
+    "SliceError",
+    "StoredTensor",
+    "Target",
+    "WeightParts",
+    "configure_compiler",
+    "describe",
+    "fp8",
+    "gemm",
+    "load_weights",
+    "mhc",
+    "neuron",
+    "rescale_fp8_weights",
+    "weights_iterator",
+]
+
+_MODULES = frozenset({"deepinfer", "fp8", "gemm", "mhc", "neuron"})
 _HOMES = {
     "LoadReport": "load",
     "PreparedCheckpoint": "loading.checkpoint",
-    "Request": "loading.checkpoint",
+    "Request": "loading.requests",
     "Slice": "loading.slices",
     "SliceError": "loading.slices",
-    "StoredTensor": "loading.checkpoint",
-    "Target": "load",
+    "StoredTensor": "loading.contents",
+    "Target": "loading.assembly",
     "WeightParts": "loading.checkpoint",
     "configure_compiler": "compiler",
     "describe": "compiler",
@@ -28,15 +67,12 @@ _HOMES = {
 }
 """Public name -> the module of this package that holds it."""
 
-__all__ = sorted({*_MODULES, *_HOMES})
-
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES and name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOMES.get(name, name)}")
+    return getattr(module, name) if name in _HOMES else module
 
 
 def __dir__() -> list[str]:

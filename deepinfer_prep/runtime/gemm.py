@@ -15,8 +15,9 @@ from torch.nn import functional
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.kernels import reference
 from deepinfer_prep.runtime import kernel_launch, neuron
+from deepinfer_prep.runtime.attributes import BLOCK128_SCALE, KERNEL_SCALE, KERNEL_WEIGHT
 from deepinfer_prep.runtime.kernel_scales import e8m0_values
-from deepinfer_prep.runtime.prepare import BLOCK_SCALE, SCALE, WEIGHT, prepare_model
+from deepinfer_prep.runtime.prepare import prepare_model
 
 __all__ = [
     "gemm",
@@ -57,7 +58,7 @@ class _Operand:
 
 def has_kernel(w: torch.Tensor) -> bool:
     """Whether a weight is prepared for a kernel."""
-    return hasattr(w, WEIGHT) and (hasattr(w, SCALE) or hasattr(w, BLOCK_SCALE))
+    return hasattr(w, KERNEL_WEIGHT) and (hasattr(w, KERNEL_SCALE) or hasattr(w, BLOCK128_SCALE))
 
 
 def supported(a: torch.Tensor, b: torch.Tensor, k: int, n: int) -> bool:
@@ -130,7 +131,8 @@ def _operand(w: torch.Tensor, k: int, group: int | None) -> _Operand:
             f"a weight of shape {list(w.shape)} is not prepared for a kernel. Call gemm.prepare_model(model), which "
             "logs why a weight cannot be, or load a prepared checkpoint; gemm.has_kernel(w) tells beforehand."
         )
-    weight, scale = getattr(w, WEIGHT), getattr(w, SCALE if hasattr(w, SCALE) else BLOCK_SCALE)
+    weight = getattr(w, KERNEL_WEIGHT)
+    scale = getattr(w, KERNEL_SCALE if hasattr(w, KERNEL_SCALE) else BLOCK128_SCALE)
     return _Operand(weight, scale, k) if group is None else _Operand(weight[group], scale[group], k)
 
 

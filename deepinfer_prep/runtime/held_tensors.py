@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import stringzilla
@@ -11,13 +12,36 @@ import torch
 from torch import nn
 
 from deepinfer_prep import fp8
+from deepinfer_prep.runtime.attributes import KERNEL_SCALES, SCALE
+from deepinfer_prep.runtime.dtypes import FLOAT_NAMES
 
 E8M0_DTYPES = frozenset({torch.float8_e8m0fnu, torch.uint8, torch.int16, torch.int32})
 """Scales of e8m0 bytes: bare, or packed little-endian into words."""
-FLOAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""Scales that are floating-point numbers, by the name that the byte arithmetic knows them by."""
-PREPARED_SCALES = ("_nki_scale", "_nki_block_scale")
-"""Kernel scales that `gemm.prepare_model` attaches; they have to follow the scale they were made from."""
+
+
+class ModelPlace(NamedTuple):
+    """One of the places where a model holds a parameter or buffer."""
+
+    name: str
+    """The path of the module, and the attribute."""
+    module: nn.Module
+    attribute: str
+    tensor: torch.Tensor
+    loaded: bool
+    """Whether a checkpoint fills it: a parameter or a persistent buffer."""
+
+
+def places(model: nn.Module) -> Iterator[ModelPlace]:
+    """Every parameter and buffer of a model under every path that leads to it."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                yield ModelPlace(prefix + attribute, module, attribute, parameter, True)
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None:
+                loaded = attribute not in module._non_persistent_buffers_set
+                yield ModelPlace(prefix + attribute, module, attribute, buffer, loaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +57,22 @@ class Held:
 
 
 def held_tensors(model: nn.Module) -> Iterator[Held]:
-    """All parameters and buffers of a model, each under every name it has."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        own: list[tuple[str, torch.Tensor | None, bool]] = [
-            *((name, parameter, True) for name, parameter in module._parameters.items()),
-            *(
-                (name, buffer, name not in module._non_persistent_buffers_set)
-                for name, buffer in module._buffers.items()
-            ),
-        ]
-        for name, tensor, loaded in own:
-            if tensor is not None:
-                prefix = f"{path}." if path else ""
-                scales = tuple((prefix + found, scale) for found, scale in _scales(module, name, tensor))
-                yield Held(prefix + name, tensor, scales, loaded)
+    """All parameters and buffers of a model with their scales, each under every name it has."""
+    for place in places(model):
+        prefix = place.name[: len(place.name) - len(place.attribute)]
+        scales = _scales(place.module, place.attribute, place.tensor)
+        yield Held(place.name, place.tensor, tuple((prefix + name, scale) for name, scale in scales), place.loaded)
 
 
 def main_scale(held: Held) -> torch.Tensor | None:
     """The scale that kernels are prepared from: `.sf`, else a sibling; never one that was prepared before."""
-    prepared = [id(getattr(held.tensor, attribute, None)) for attribute in PREPARED_SCALES]
+    prepared = [id(getattr(held.tensor, attribute, None)) for attribute in KERNEL_SCALES]
     return next((scale for _, scale in held.scales if id(scale) not in prepared), None)
 
 
 def _scales(module: nn.Module, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     unscaled = True
-    for attribute in ("sf", *PREPARED_SCALES):
+    for attribute in (SCALE, *KERNEL_SCALES):
         if isinstance(scale := getattr(tensor, attribute, None), torch.Tensor):
             unscaled = False
             yield f"{name}.{attribute}", scale

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from deepinfer_prep.errors import PrepError
-from deepinfer_prep.kernel_scale import KERNEL_BLOCK, Derived, NoKernelScaleError, derive
-from deepinfer_prep.quantized import grid_shape
+from deepinfer_prep.kernel_scale import Derived, NoKernelScaleError, derive
+from deepinfer_prep.quantized import KERNEL_BLOCK, grid_shape
 from deepinfer_prep.runtime import held_tensors
+from deepinfer_prep.runtime.dtypes import FLOAT_NAMES
 
 _BLOCK128 = (128, 128)
 _PADDED_ROWS = 128
@@ -45,7 +46,7 @@ def e4m3_scales(weight: torch.Tensor, scale: torch.Tensor) -> KernelScales:
     if block == (KERNEL_BLOCK, KERNEL_BLOCK) and grid.dtype == torch.uint8:
         return KernelScales(e8m0=grid.contiguous())
     kernel_grid = (*lead, *grid_shape(rows, columns, (KERNEL_BLOCK, KERNEL_BLOCK)))
-    name = held_tensors.FLOAT_NAMES.get(grid.dtype, "F8_E8M0")
+    name = FLOAT_NAMES.get(grid.dtype, "F8_E8M0")
     plan = Derived(name, math.prod(lead), _last_two(grid), block, rows, columns, kernel_grid)
     stored = _row_major(grid.cpu()).view(torch.uint8).numpy().reshape(-1)
     try:
@@ -108,7 +109,7 @@ def _unpacked(scale: torch.Tensor) -> torch.Tensor:
     if held_tensors.kind(scale) is None:
         raise NoKernelScaleError(f"{scale.dtype} is no known form of a scale")
     scale = scale.detach()
-    if scale.dtype in held_tensors.FLOAT_NAMES:
+    if scale.dtype in FLOAT_NAMES:
         return scale
     if scale.element_size() == 1:
         return scale.view(torch.uint8)
@@ -135,7 +136,7 @@ def _known_grid(scale: torch.Tensor, lead: torch.Size, rows: int, columns: int) 
         values = values.unsqueeze(-1)
     if values.dim() != len(lead) + 2 or values.shape[:-2] != lead:
         raise NoKernelScaleError(f"a scale of shape {list(scale.shape)} fits no weight of {[*lead, rows, columns]}")
-    word = 1 if scale.dtype in held_tensors.FLOAT_NAMES else scale.element_size()
+    word = 1 if scale.dtype in FLOAT_NAMES else scale.element_size()
     values = _without_padding(values, word, rows, math.ceil(columns / KERNEL_BLOCK))
     found_rows, found_columns = _last_two(values)
     row_block = next((b for b in (1, 32, 128, rows) if math.ceil(rows / b) == found_rows), None)

@@ -20,6 +20,7 @@ from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint, Reques
 from deepinfer_prep.runtime.loading.gc_pause import collector_paused
 from deepinfer_prep.runtime.loading.install import Filling
 from deepinfer_prep.runtime.loading.plan import LoadPlan, Rename, Slices, plan_load
+from deepinfer_prep.workers import batches
 
 __all__ = ["LoadReport", "Target", "load_weights", "weights_iterator"]
 
@@ -139,8 +140,9 @@ def weights_iterator(
     started = time.perf_counter()
     names = [name for name in checkpoint.names if select is None or select(name)]
     total = sum(checkpoint.tensor(name).nbytes for name in names)
+    groups = batches(names, lambda name: checkpoint.tensor(name).nbytes, _BATCH_BYTES, len(names))
     with _bar(total, progress) as bar:
-        for batch in _read_ahead(checkpoint, _batches(checkpoint, names)):
+        for batch in _read_ahead(checkpoint, groups):
             while batch:
                 name, tensor = batch.popleft()
                 bar.update(tensor.nbytes)
@@ -150,7 +152,7 @@ def weights_iterator(
 
 
 def _read_ahead(
-    checkpoint: PreparedCheckpoint, batches: Iterable[list[str]]
+    checkpoint: PreparedCheckpoint, groups: Iterable[list[str]]
 ) -> Iterator[deque[tuple[str, torch.Tensor]]]:
     """Read each batch while the one before it is used."""
 
@@ -159,27 +161,13 @@ def _read_ahead(
 
     with ThreadPoolExecutor(1) as reader:
         before = None
-        for names in batches:
+        for names in groups:
             current = reader.submit(read, names)
             if before is not None:
                 yield before.result()
             before = current
         if before is not None:
             yield before.result()
-
-
-def _batches(checkpoint: PreparedCheckpoint, names: list[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for name in names:
-        nbytes = checkpoint.tensor(name).nbytes
-        if batch and size + nbytes > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(name)
-        size += nbytes
-    if batch:
-        yield batch
 
 
 def _execute(plan: LoadPlan, checkpoint: PreparedCheckpoint, device: torch.device, progress: bool) -> int:

@@ -16,8 +16,9 @@ from torch.nn.functional import linear
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import PrepError, RefusedError
 from deepinfer_prep.kernels import reference
-from deepinfer_prep.planning.split import SPLIT_SUFFIXES
+from deepinfer_prep.naming import SPLIT_SUFFIXES
 from deepinfer_prep.runtime import kernel_launch, neuron
+from deepinfer_prep.runtime.attributes import HI, LO, SPLIT_VERSION
 from deepinfer_prep.runtime.held_tensors import held_tensors
 
 __all__ = [
@@ -31,8 +32,6 @@ __all__ = [
     "prepare_model",
     "split_fn",
 ]
-
-HI, LO = "_nki_fn_hi", "_nki_fn_lo"
 
 _POST_FACTOR = 2.0
 
@@ -207,20 +206,16 @@ def _halves(fn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 "mhc.prepare_model(model) before compiling, or load a prepared checkpoint."
             )
         return hi, lo
-    if hi is None or lo is None or hi.device != fn.device or getattr(fn, _VERSION, _version(fn)) != _version(fn):
+    if hi is None or lo is None or hi.device != fn.device or getattr(fn, SPLIT_VERSION, _version(fn)) != _version(fn):
         hi, lo = split_fn(fn)
         _attach(fn, hi, lo)
     return hi, lo
 
 
-_VERSION = "_nki_fn_version"
-"""Counts the changes of a matrix when it was split, so that a later change in place shows."""
-
-
 def _attach(fn: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:
     setattr(fn, HI, hi)
     setattr(fn, LO, lo)
-    setattr(fn, _VERSION, _version(fn))
+    setattr(fn, SPLIT_VERSION, _version(fn))
 
 
 def _version(fn: torch.Tensor) -> int | None:

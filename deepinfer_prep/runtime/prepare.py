@@ -11,12 +11,12 @@ from torch import nn
 from deepinfer_prep.errors import RefusedError
 from deepinfer_prep.kernel_scale import NoKernelScaleError
 from deepinfer_prep.runtime import held_tensors, kernel_scales, neuron, settings
+from deepinfer_prep.runtime.attributes import BLOCK128_SCALE, KERNEL_SCALE, KERNEL_SCALES, KERNEL_WEIGHT
 from deepinfer_prep.runtime.rescaling.byte_spans import spans_of
-from deepinfer_prep.runtime.rescaling.rescale import holds_misread
+from deepinfer_prep.runtime.rescaling.rescale import holds_above_240
 
 log = logging.getLogger(__name__)
 
-WEIGHT, SCALE, BLOCK_SCALE = "_nki_weight", "_nki_scale", "_nki_block_scale"
 FP4_DTYPES = (torch.int8, torch.float4_e2m1fn_x2)
 
 
@@ -40,18 +40,18 @@ def prepare_model(model: nn.Module) -> int:
     """
     if settings.leaves_e4m3fn():
         return 0
-    prepared, misread, reasons = 0, [], dict[str, list[str]]()
+    prepared, above_240, reasons = 0, [], dict[str, list[str]]()
     for name, weight, scale in _quantized_weights(model):
         try:
-            if _is_misread(weight):
-                misread.append(name)
+            if _holds_above_240(weight):
+                above_240.append(name)
             elif scale is not None:
                 attach(weight, scale)
             prepared += 1
         except NoKernelScaleError as error:
             reasons.setdefault(str(error), []).append(name)
-    if misread:
-        raise RefusedError(_misread_refusal(misread))
+    if above_240:
+        raise RefusedError(_above_240_refusal(above_240))
     for reason, names in reasons.items():
         log.warning("no kernel for %d weights, %s among them: %s", len(names), names[0], reason)
     return prepared
@@ -63,7 +63,7 @@ def attach(weight: torch.Tensor, scale: torch.Tensor) -> None:
     Raises:
         NoKernelScaleError: the weight or its scale is of no form that a kernel takes.
     """
-    for attribute in (WEIGHT, SCALE, BLOCK_SCALE):
+    for attribute in (KERNEL_WEIGHT, *KERNEL_SCALES):
         if hasattr(weight, attribute):
             delattr(weight, attribute)
     if weight.dim() not in (2, 3) or weight.numel() == 0:
@@ -72,11 +72,11 @@ def attach(weight: torch.Tensor, scale: torch.Tensor) -> None:
         raise NoKernelScaleError("the weight is not row-major in memory, and a copy would not be the same storage")
     derive = kernel_scales.e2m1_scales if weight.dtype in FP4_DTYPES else kernel_scales.e4m3_scales
     found = derive(weight, scale)
-    setattr(weight, WEIGHT, weight.detach().view(torch.uint8))
+    setattr(weight, KERNEL_WEIGHT, weight.detach().view(torch.uint8))
     if found.e8m0 is not None:
-        setattr(weight, SCALE, found.e8m0)
+        setattr(weight, KERNEL_SCALE, found.e8m0)
     else:
-        setattr(weight, BLOCK_SCALE, found.block128)
+        setattr(weight, BLOCK128_SCALE, found.block128)
 
 
 def _quantized_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
@@ -90,17 +90,17 @@ def _quantized_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, to
         yield held.name, weight, held_tensors.main_scale(held)
 
 
-def _is_misread(weight: torch.Tensor) -> bool:
+def _holds_above_240(weight: torch.Tensor) -> bool:
     if weight.device.type == "meta":
         raise NoKernelScaleError("the weight is on the meta device; load it first")
-    if weight.dtype != torch.float8_e4m3fn or not holds_misread(spans_of(weight)):
+    if weight.dtype != torch.float8_e4m3fn or not holds_above_240(spans_of(weight)):
         return False
     if neuron.computes_in_e4m3():
         return True
     raise NoKernelScaleError(f"the kernels read e4m3 up to 240, and on {neuron.chip()} weights keep e4m3fn codes above")
 
 
-def _misread_refusal(names: list[str]) -> str:
+def _above_240_refusal(names: list[str]) -> str:
     return (
         f"{len(names)} fp8 weights hold codes above 240, {names[0]} among them: kernels would read those as infinity "
         "or NaN. Call rescale_fp8_weights(model) first, or load a prepared checkpoint."

@@ -12,7 +12,7 @@ from deepinfer_prep.files import segments
 from deepinfer_prep.files.sizes import format_size
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.planning.plan import Operation, OutputFile, Plan
-from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, default_workers, run_parallel
+from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, batches, default_workers, run_parallel
 from deepinfer_prep.writing.output_bytes import Tally, describe_element, output_chunks
 
 WEIGHTS = frozenset({Operation.HALVE})
@@ -145,17 +145,7 @@ def _check(
 
 
 def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Small pieces together, as handing out a piece costs more than reading a small one."""
-    batch: list[_Piece] = []
-    size = 0
-    for piece in pieces:
-        if batch and (size + piece.nbytes > segments.SEGMENT_BYTES or len(batch) == _BATCH_PIECES):
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        size += piece.nbytes
-    if batch:
-        yield batch
+    return batches(pieces, lambda piece: piece.nbytes, segments.SEGMENT_BYTES, _BATCH_PIECES)
 
 
 def _chunks(piece: _Piece, readers: Readers, buffer: fp8.U8, tally: Tally) -> Iterator[tuple[int, fp8.U8]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +81,31 @@ def test_every_public_name_resolves():
 def test_importing_the_package_needs_no_torch():
     code = "import sys, deepinfer_prep.runtime; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_loader_brings_in_neither_planner_nor_families_nor_writers():
+    code = "import sys, deepinfer_prep.runtime.load; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    names = [name for name in loaded if name.split(".")[0] == "deepinfer_prep"]
+    outside = [name for name in names if not name.startswith("deepinfer_prep.runtime")]
+    assert not {"planning", "families", "writing"} & {name.split(".")[1] for name in names if "." in name}
+    assert len(outside) <= 12, outside
+
+
+@pytest.mark.parametrize("module", ["runtime", "runtime.load", "runtime.deepinfer.fp8"])
+def test_without_torch_importing_the_runtime_names_what_to_install(module):
+    code = f"import sys; sys.modules['torch'] = None; import deepinfer_prep.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "`pip install 'deepinfer-prep[runtime]'`" in done.stderr.splitlines()[-1]
+
+
+def test_a_clone_on_the_path_is_enough(tmp_path):
+    clone = Path(__file__).parents[2]
+    code = f"import sys; sys.path.insert(0, {str(clone)!r}); from deepinfer_prep.runtime import gemm, mhc; print(gemm)"
+    # -S hides what is installed in editable form; the libraries stay reachable.
+    library = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": library}, capture_output=True
+    )
+    assert str(clone) in done.stdout.decode(), done.stderr.decode()

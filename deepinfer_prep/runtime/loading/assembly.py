@@ -32,7 +32,7 @@ class Target:
             raise ValueError(f"{self}: experts count from 0; return None for a tensor that this rank does not take")
 
 
-class Piece(NamedTuple):
+class SourcePart(NamedTuple):
     """A part of a stored tensor on its way to a target."""
 
     name: str
@@ -44,10 +44,10 @@ class Piece(NamedTuple):
     """The part's own shape, where that is another one of as many elements."""
 
 
-class Place(NamedTuple):
+class PlacedPart(NamedTuple):
     """Where a piece lies in the assembled tensor; an empty `at` is all of it."""
 
-    piece: Piece
+    piece: SourcePart
     at: tuple[int | slice, ...]
 
 
@@ -56,7 +56,7 @@ class Assembly(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: tuple[PlacedPart, ...]
 
     @property
     def nbytes(self) -> int:
@@ -79,19 +79,19 @@ class AssemblyError(ValueError):
     """The pieces do not make up one tensor; the message says why."""
 
 
-def assemble(pieces: Sequence[Piece], dtype: torch.dtype) -> Assembly:
+def assemble(pieces: Sequence[SourcePart], dtype: torch.dtype) -> Assembly:
     """Lay pieces of one dtype out.
 
     Raises:
         AssemblyError: two pieces want one place, an expert is absent, or shapes do not fit together.
     """
     if len(pieces) == 1 and pieces[0].target.expert is None:
-        return Assembly(dtype, pieces[0].shape, (Place(pieces[0], ()),))
+        return Assembly(dtype, pieces[0].shape, (PlacedPart(pieces[0], ()),))
     ordered = sorted(pieces, key=lambda piece: (piece.target.expert is not None, _position(piece)))
     if ordered[-1].target.expert is None:
         shape, places = _stack(ordered, ())
         return Assembly(dtype, shape, tuple(places))
-    groups: dict[int | None, list[Piece]] = {}
+    groups: dict[int | None, list[SourcePart]] = {}
     for piece in ordered:
         groups.setdefault(piece.target.expert, []).append(piece)
     absent = [expert for expert in range(_count(groups)) if expert not in groups]
@@ -105,7 +105,7 @@ def assemble(pieces: Sequence[Piece], dtype: torch.dtype) -> Assembly:
     return Assembly(dtype, (len(stacks), *shapes.pop()), tuple(place for _, places in stacks for place in places))
 
 
-def as_grid(pieces: Sequence[Piece]) -> list[Piece]:
+def as_grid(pieces: Sequence[SourcePart]) -> list[SourcePart]:
     """Scale pieces that are to be put together, as matrices: one value is [1, 1], one a row [rows, 1]."""
     if len(pieces) == 1 and pieces[0].target.expert is None:
         return list(pieces)
@@ -116,19 +116,19 @@ def _grid_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape, *(1,) * (2 - len(shape))) if len(shape) < 2 else shape
 
 
-def _position(piece: Piece) -> tuple[int, int]:
+def _position(piece: SourcePart) -> tuple[int, int]:
     return piece.target.expert or 0, piece.target.part
 
 
-def _count(groups: dict[int | None, list[Piece]]) -> int:
+def _count(groups: dict[int | None, list[SourcePart]]) -> int:
     return 1 + max(expert for expert in groups if expert is not None)
 
 
-def _stack(pieces: list[Piece], prefix: tuple[int, ...]) -> tuple[tuple[int, ...], list[Place]]:
+def _stack(pieces: list[SourcePart], prefix: tuple[int, ...]) -> tuple[tuple[int, ...], list[PlacedPart]]:
     """Stack along rows; `prefix` is the index of the expert."""
     first = pieces[0]
     if len(pieces) == 1:
-        return first.shape, [Place(first, prefix)]
+        return first.shape, [PlacedPart(first, prefix)]
     axis = max(0, len(first.shape) - 2)
     places, row = [], 0
     for before, piece in pairwise(pieces):
@@ -141,14 +141,14 @@ def _stack(pieces: list[Piece], prefix: tuple[int, ...]) -> tuple[tuple[int, ...
                 "cannot be stacked along rows"
             )
         rows = slice(row, row + piece.shape[axis])
-        places.append(Place(piece, (*prefix, *(slice(None),) * axis, rows)))
+        places.append(PlacedPart(piece, (*prefix, *(slice(None),) * axis, rows)))
         row = rows.stop
     return (*first.shape[:axis], row, *first.shape[axis + 1 :]), places
 
 
-def _others(piece: Piece, axis: int) -> tuple[int, ...]:
+def _others(piece: SourcePart, axis: int) -> tuple[int, ...]:
     return piece.shape[:axis] + piece.shape[axis + 1 :]
 
 
-def _named(pieces: Sequence[Piece]) -> str:
+def _named(pieces: Sequence[SourcePart]) -> str:
     return f"{pieces[0].name!r} to {pieces[-1].name!r}"

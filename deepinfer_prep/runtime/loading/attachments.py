@@ -1,4 +1,4 @@
-"""What is attached to a weight besides its values: its scale, its kernel scale, the halves of a split matrix."""
+"""What is attached to a weight besides its values: its scale, its kernel scale, hi and lo of a split matrix."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import torch
 
-from deepinfer_prep.kernel_scale import KERNEL_BLOCK
 from deepinfer_prep.manifest import WeightRecord
-from deepinfer_prep.runtime.held_tensors import FLOAT_NAMES
-from deepinfer_prep.runtime.loading.assembly import Assembly, AssemblyError, Piece, Place, as_grid, assemble
+from deepinfer_prep.quantized import KERNEL_BLOCK
+from deepinfer_prep.runtime.dtypes import FLOAT_NAMES
+from deepinfer_prep.runtime.loading.assembly import Assembly, AssemblyError, PlacedPart, SourcePart, as_grid, assemble
 from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint
 from deepinfer_prep.runtime.loading.slices import Slice, part_shape
 from deepinfer_prep.runtime.loading.slots import Slot
@@ -20,7 +20,7 @@ _FLOAT_KERNEL_BLOCK = (128, 128)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Companions:
+class Attachments:
     """What to attach to one slot; everything is None for a tensor that is neither quantized nor split."""
 
     scale: Assembly | None = None
@@ -31,10 +31,10 @@ class Companions:
     scale_is_kernel_scale: bool = False
     scale_is_block128: bool = False
     """Float scales of 128x128 blocks, which kernels take as float32."""
-    halves: tuple[Assembly, Assembly] | None = None
+    hi_lo: tuple[Assembly, Assembly] | None = None
 
 
-def companions_of(checkpoint: PreparedCheckpoint, value: Assembly, slot_of: Mapping[str, Slot]) -> Companions:
+def attachments_of(checkpoint: PreparedCheckpoint, value: Assembly, slot_of: Mapping[str, Slot]) -> Attachments:
     """Plan what belongs to an assembled tensor.
 
     Args:
@@ -50,9 +50,9 @@ def companions_of(checkpoint: PreparedCheckpoint, value: Assembly, slot_of: Mapp
     splits = [manifest.split[name] for name in names if name in manifest.split]
     if len(splits) == len(names):
         hi, lo = ([getattr(split, half) for split in splits] for half in ("hi", "lo"))
-        return Companions(halves=(_alongside(checkpoint, value, hi), _alongside(checkpoint, value, lo)))
+        return Attachments(hi_lo=(_alongside(checkpoint, value, hi), _alongside(checkpoint, value, lo)))
     if not records:
-        return Companions()
+        return Attachments()
     if len(records) != len(names) or len({(record.element, record.block) for record in records}) > 1:
         raise AssemblyError(f"{value.sources} are quantized in different ways, so they cannot share a parameter")
     return _quantized(checkpoint, value, records, slot_of)
@@ -60,7 +60,7 @@ def companions_of(checkpoint: PreparedCheckpoint, value: Assembly, slot_of: Mapp
 
 def _quantized(
     checkpoint: PreparedCheckpoint, value: Assembly, records: list[WeightRecord], slot_of: Mapping[str, Slot]
-) -> Companions:
+) -> Attachments:
     first = records[0]
     row_block = None if first.block is None else first.block[0]
     scale = _scales(checkpoint, value, [record.scale for record in records], checkpoint.scale_part, row_block)
@@ -72,7 +72,7 @@ def _quantized(
     if is_prepared and not is_shared:
         row_block = 1 if first.element == "e2m1" else KERNEL_BLOCK
         kernel_scale = _scales(checkpoint, value, kernel_scales, checkpoint.kernel_scale_part, row_block)
-    return Companions(
+    return Attachments(
         scale=scale,
         scale_slot=slots.pop() if len(slots) == 1 else None,
         kernel_scale=kernel_scale,
@@ -94,7 +94,7 @@ def _scales(
     for place, name in zip(value.places, names, strict=True):
         part = part_of(place.piece.name, place.piece.part)
         shape = part_shape(part, checkpoint.tensor(name).shape, name)
-        pieces.append(Piece(name, part, shape, place.piece.target))
+        pieces.append(SourcePart(name, part, shape, place.piece.target))
     return assemble(as_grid(pieces), _one_dtype(checkpoint, names))
 
 
@@ -113,7 +113,7 @@ def _check_block_rows(value: Assembly, row_block: int | None) -> None:
 def _alongside(checkpoint: PreparedCheckpoint, value: Assembly, names: list[str]) -> Assembly:
     """Tensors of the same shapes as the pieces, in the same places."""
     places = tuple(
-        Place(Piece(name, place.piece.part, place.piece.shape, place.piece.target), place.at)
+        PlacedPart(SourcePart(name, place.piece.part, place.piece.shape, place.piece.target), place.at)
         for place, name in zip(value.places, names, strict=True)
     )
     return Assembly(_one_dtype(checkpoint, names), value.shape, places)

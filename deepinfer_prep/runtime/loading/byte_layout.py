@@ -14,7 +14,7 @@ _WORTHWHILE_GAP_BYTES = 16 * PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class ByteRuns:
     """`count` runs of `run` bytes in a file, the first at `start`, one every `stride` bytes."""
 
     start: int
@@ -47,14 +47,14 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """A row-major tensor in a file."""
 
     start: int
     shape: tuple[int, ...]
     item_bytes: int
 
-    def region(self, bounds: Bounds) -> Region | None:
+    def runs(self, bounds: Bounds) -> ByteRuns | None:
         """The bytes of a part; None where they are runs within runs and have to be split first."""
         start, stride, run = self.start, self.item_bytes, self.item_bytes
         count, distance = 1, 0
@@ -70,17 +70,17 @@ class Layout:
             elif length > 1:
                 return None
             stride *= size
-        return Region(start, run, count, distance or run)
+        return ByteRuns(start, run, count, distance or run)
 
-    def pieces(self, bounds: Bounds, limit: int) -> Iterator[tuple[Region, Bounds]]:
+    def pieces(self, bounds: Bounds, limit: int) -> Iterator[tuple[ByteRuns, Bounds]]:
         """Cut a part into pieces for which at most `limit` bytes (or one element) are read, in the file's order."""
-        region = self.region(bounds)
-        if region is not None and region.bytes_to_read <= max(limit, self.item_bytes):
-            yield region, bounds
+        runs = self.runs(bounds)
+        if runs is not None and runs.bytes_to_read <= max(limit, self.item_bytes):
+            yield runs, bounds
             return
         axis = next(axis for axis, (first, last) in enumerate(bounds) if last - first > 1)
         first, last = bounds[axis]
-        step = 1 if region is None else max(1, limit * (last - first) // region.bytes_to_read)
+        step = 1 if runs is None else max(1, limit * (last - first) // runs.bytes_to_read)
         for start in range(first, last, step):
             narrowed = (*bounds[:axis], (start, min(start + step, last)), *bounds[axis + 1 :])
             yield from self.pieces(narrowed, limit)

@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 
 from deepinfer_prep.errors import CheckpointError
-from deepinfer_prep.kernel_scale import KERNEL_BLOCK
 from deepinfer_prep.manifest import Manifest, WeightRecord
+from deepinfer_prep.quantized import KERNEL_BLOCK
 from deepinfer_prep.runtime.loading.contents import StoredTensor, read_contents
 from deepinfer_prep.runtime.loading.gc_pause import collector_paused
 from deepinfer_prep.runtime.loading.requests import Batch, Request

@@ -14,8 +14,8 @@ from deepinfer_prep.errors import ManifestError
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
 from deepinfer_prep.manifest import Manifest, read_manifest
 from deepinfer_prep.naming import MANIFEST_NAME, MARKER, WORKSPACE_NAME
-from deepinfer_prep.runtime.loading.byte_layout import Layout
-from deepinfer_prep.runtime.loading.dtypes import TORCH_DTYPES, torch_shape
+from deepinfer_prep.runtime.dtypes import TORCH_DTYPES, torch_shape
+from deepinfer_prep.runtime.loading.byte_layout import FileLayout
 
 _VERIFY = "`deepinfer-prep verify` tells what is wrong with the folder; if it was changed, convert again."
 
@@ -36,9 +36,9 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> FileLayout:
         """Its bytes in the file."""
-        return Layout(self.start, self.shape, self.dtype.itemsize)
+        return FileLayout(self.start, self.shape, self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

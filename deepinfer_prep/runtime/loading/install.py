@@ -8,18 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from deepinfer_prep.runtime.loading.assembly import Assembly, Place
+from deepinfer_prep.runtime.attributes import ATTACHED, BLOCK128_SCALE, HI, KERNEL_SCALE, KERNEL_WEIGHT, LO, SCALE
+from deepinfer_prep.runtime.loading.assembly import Assembly, PlacedPart
 from deepinfer_prep.runtime.loading.checkpoint import Request
 from deepinfer_prep.runtime.loading.plan import LoadPlan, PlannedSlot
 from deepinfer_prep.runtime.loading.slices import Slice
 from deepinfer_prep.runtime.loading.tensor_file import new_host_tensor
-from deepinfer_prep.runtime.mhc import HI, LO
-from deepinfer_prep.runtime.prepare import BLOCK_SCALE, SCALE, WEIGHT
 
 log = logging.getLogger(__name__)
-
-SCALE_AS_STORED = "sf"
-_ATTRIBUTES = (SCALE_AS_STORED, WEIGHT, SCALE, BLOCK_SCALE, HI, LO)
 
 _Pending = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """Gives a tensor, from the results of the requests."""
@@ -60,20 +56,20 @@ class Filling:
             _attach(pending.planned, {name: one(results) for name, one in pending.attributes.items()})
 
     def _pending_slot(self, planned: PlannedSlot) -> _PendingSlot:
-        slot, companions = planned.slot, planned.companions
+        slot, attachments = planned.slot, planned.attachments
         device = self._device if slot.is_meta else slot.tensor.device
         attributes = {}
-        if companions.scale is not None and companions.scale_slot is None:
-            attributes[SCALE_AS_STORED] = self._companion(companions.scale, device)
-        if companions.kernel_scale is not None:
-            attributes[SCALE] = self._companion(companions.kernel_scale, device)
-        if companions.halves is not None:
-            for name, half in zip((HI, LO), companions.halves, strict=True):
-                attributes[name] = self._companion(half, device)
+        if attachments.scale is not None and attachments.scale_slot is None:
+            attributes[SCALE] = self._attachment(attachments.scale, device)
+        if attachments.kernel_scale is not None:
+            attributes[KERNEL_SCALE] = self._attachment(attachments.kernel_scale, device)
+        if attachments.hi_lo is not None:
+            for name, half in zip((HI, LO), attachments.hi_lo, strict=True):
+                attributes[name] = self._attachment(half, device)
         value = self._request(planned.value, None if slot.is_meta else slot.tensor.detach(), device)
         return _PendingSlot(planned, value, attributes)
 
-    def _companion(self, assembly: Assembly, device: torch.device) -> _Pending:
+    def _attachment(self, assembly: Assembly, device: torch.device) -> _Pending:
         if not assembly.is_single:
             return self._request(assembly, None, device)
         piece = assembly.places[0].piece
@@ -100,25 +96,25 @@ def _new(assembly: Assembly, device: torch.device) -> torch.Tensor:
     return torch.empty(assembly.shape, dtype=assembly.dtype, device=device)
 
 
-def _room(whole: torch.Tensor, place: Place) -> torch.Tensor:
+def _room(whole: torch.Tensor, place: PlacedPart) -> torch.Tensor:
     room = whole[place.at] if place.at else whole
     stored_shape = place.piece.stored_shape
     return room if stored_shape is None else room.view(stored_shape)
 
 
 def _attach(planned: PlannedSlot, attributes: dict[str, torch.Tensor]) -> None:
-    tensor, companions = planned.slot.tensor, planned.companions
-    for name in _ATTRIBUTES:
+    tensor, attachments = planned.slot.tensor, planned.attachments
+    for name in ATTACHED:
         tensor.__dict__.pop(name, None)
-    if companions.scale_slot is not None:
-        attributes[SCALE_AS_STORED] = companions.scale_slot.tensor
-    if companions.scale_is_kernel_scale:
-        attributes[SCALE] = attributes[SCALE_AS_STORED].detach().view(torch.uint8)
-    if companions.scale_is_block128:
-        attributes[BLOCK_SCALE] = attributes[SCALE_AS_STORED].detach().float()
-    if SCALE in attributes or BLOCK_SCALE in attributes:
+    if attachments.scale_slot is not None:
+        attributes[SCALE] = attachments.scale_slot.tensor
+    if attachments.scale_is_kernel_scale:
+        attributes[KERNEL_SCALE] = attributes[SCALE].detach().view(torch.uint8)
+    if attachments.scale_is_block128:
+        attributes[BLOCK128_SCALE] = attributes[SCALE].detach().float()
+    if KERNEL_SCALE in attributes or BLOCK128_SCALE in attributes:
         if tensor.is_contiguous():
-            attributes[WEIGHT] = tensor.detach().view(torch.uint8)
+            attributes[KERNEL_WEIGHT] = tensor.detach().view(torch.uint8)
         else:
             log.warning("%s: no kernel takes it, because it is not row-major in memory", planned.slot.name)
     for name, attribute in attributes.items():

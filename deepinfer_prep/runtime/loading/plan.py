@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from deepinfer_prep.errors import RefusedError, list_some
-from deepinfer_prep.runtime.loading.assembly import Assembly, AssemblyError, Piece, Target, assemble
-from deepinfer_prep.runtime.loading.attachments import Companions, companions_of
+from deepinfer_prep.runtime.dtypes import holds_same_bytes
+from deepinfer_prep.runtime.loading.assembly import Assembly, AssemblyError, SourcePart, Target, assemble
+from deepinfer_prep.runtime.loading.attachments import Attachments, attachments_of
 from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint
-from deepinfer_prep.runtime.loading.dtypes import holds_same_bytes
 from deepinfer_prep.runtime.loading.slices import WHOLE, Slice, SliceError, part_shape
 from deepinfer_prep.runtime.loading.slots import Slot, Slots, slots_of
 
@@ -31,7 +31,7 @@ class PlannedSlot:
 
     slot: Slot
     value: Assembly
-    companions: Companions
+    attachments: Attachments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class _Matching:
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    pieces: dict[str, list[SourcePart]] = field(default_factory=dict)
     """By parameter name."""
     parts: dict[str, Slice] = field(default_factory=dict)
     """Of every tensor that goes into the model, scales excepted."""
@@ -121,7 +121,7 @@ def _add_piece(
         return
     if not users:
         matching.parts[name] = part
-    matching.pieces.setdefault(target.parameter, []).append(Piece(name, part, shape, target))
+    matching.pieces.setdefault(target.parameter, []).append(SourcePart(name, part, shape, target))
 
 
 def _common_part(checkpoint: PreparedCheckpoint, scale: str, weights: list[str], parts: Mapping[str, Slice]) -> Slice:
@@ -135,9 +135,9 @@ def _common_part(checkpoint: PreparedCheckpoint, scale: str, weights: list[str],
     return wanted.pop()
 
 
-def _choose(by_name: Mapping[str, Slot], matching: _Matching) -> tuple[dict[str, list[Piece]], dict[str, str]]:
+def _choose(by_name: Mapping[str, Slot], matching: _Matching) -> tuple[dict[str, list[SourcePart]], dict[str, str]]:
     """The pieces for each slot, by its first name that has some; other names of the slot are tied to that one."""
-    chosen: dict[str, list[Piece]] = {}
+    chosen: dict[str, list[SourcePart]] = {}
     first_names: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, slot in by_name.items():
@@ -154,7 +154,7 @@ def _choose(by_name: Mapping[str, Slot], matching: _Matching) -> tuple[dict[str,
 def _planned(
     checkpoint: PreparedCheckpoint,
     by_name: Mapping[str, Slot],
-    chosen: Mapping[str, list[Piece]],
+    chosen: Mapping[str, list[SourcePart]],
     problems: list[str],
 ) -> Iterator[PlannedSlot]:
     slot_of = {piece.name: by_name[name] for name, pieces in chosen.items() for piece in pieces}
@@ -168,11 +168,11 @@ def _planned(
             if problem:
                 problems.append(problem)
                 continue
-            companions = companions_of(checkpoint, value, slot_of)
+            attachments = attachments_of(checkpoint, value, slot_of)
         except (AssemblyError, SliceError) as error:
             problems.append(f"{name}: {error}.".replace("..", "."))
             continue
-        yield PlannedSlot(by_name[name], value, companions)
+        yield PlannedSlot(by_name[name], value, attachments)
 
 
 def _mismatch(name: str, found: torch.Tensor, value: Assembly) -> str:
@@ -189,7 +189,7 @@ def _mismatch(name: str, found: torch.Tensor, value: Assembly) -> str:
     return ""
 
 
-def _missing(by_name: Mapping[str, Slot], chosen: Mapping[str, list[Piece]]) -> list[str]:
+def _missing(by_name: Mapping[str, Slot], chosen: Mapping[str, list[SourcePart]]) -> list[str]:
     filled = {id(by_name[name]) for name in chosen}
     return [name for name, slot in by_name.items() if id(slot) not in filled and name == slot.name]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from deepinfer_prep.errors import CheckpointError
+from deepinfer_prep.runtime.dtypes import holds_same_bytes
 from deepinfer_prep.runtime.loading.contents import StoredTensor
-from deepinfer_prep.runtime.loading.dtypes import holds_same_bytes
 from deepinfer_prep.runtime.loading.slices import WHOLE, Bounds, Slice, bounds_of, shape_of
 from deepinfer_prep.runtime.loading.tensor_file import TensorFile, new_host_tensor
 from deepinfer_prep.runtime.loading.transfers import Fill, Transfer, fill_transfers, populate_transfers
@@ -54,8 +54,8 @@ class Batch:
         bounds = bounds_of(part, tensor.shape, where)
         shape = shape_of(bounds)
         if out is None:
-            region = layout.region(bounds)
-            view = self._view(tensor, region.start, shape) if region is not None and region.count == 1 else None
+            runs = layout.runs(bounds)
+            view = self._view(tensor, runs.start, shape) if runs is not None and runs.count == 1 else None
             if view is not None:
                 return view
             out = self._new(shape, tensor.dtype)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from deepinfer_prep.runtime.held_tensors import places
 
 
 @dataclass(slots=True, eq=False)
@@ -66,25 +68,15 @@ def slots_of(model: nn.Module) -> Slots:
     by_identity: dict[int, Slot] = {}
     by_name: dict[str, Slot] = {}
     computed: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, module, attribute, tensor in _held(model):
-        if module._parameters.get(attribute) is not tensor and attribute in module._non_persistent_buffers_set:
-            computed.setdefault(id(tensor), (name, tensor))
+    for place in places(model):
+        if not place.loaded:
+            computed.setdefault(id(place.tensor), (place.name, place.tensor))
             continue
-        slot = by_identity.get(id(tensor))
+        slot = by_identity.get(id(place.tensor))
         if slot is None:
-            slot = by_identity[id(tensor)] = Slot(tensor, [], [])
-        slot.names.append(name)
-        if not any(owner is module and known == attribute for owner, known in slot.owners):
-            slot.owners.append((module, attribute))
-        by_name[name] = slot
+            slot = by_identity[id(place.tensor)] = Slot(place.tensor, [], [])
+        slot.names.append(place.name)
+        if not any(owner is place.module and known == place.attribute for owner, known in slot.owners):
+            slot.owners.append((place.module, place.attribute))
+        by_name[place.name] = slot
     return Slots(by_name, dict(computed.values()))
-
-
-def _held(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Every parameter and buffer under every path to it: name, module, attribute, tensor."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for held in (module._parameters, module._buffers):
-            for attribute, tensor in held.items():
-                if tensor is not None:
-                    yield prefix + attribute, module, attribute, tensor

@@ -8,7 +8,6 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +16,12 @@ import torch
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.files.storage import RangeReader
-from deepinfer_prep.runtime.loading.byte_layout import Region
-
-MOST_BUFFERS = 1024
-"""What one call reads into at most: Linux's IOV_MAX."""
+from deepinfer_prep.runtime.loading.byte_layout import ByteRuns
 
 _AHEAD_BYTES = 1024 * 1024
 
 _MADV_POPULATE_READ = 22
 _MADV_HUGEPAGE = 14
-_MAP_NORESERVE = 0x4000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -73,68 +68,43 @@ class TensorFile(RangeReader):
         np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(self._address + first))[:: mmap.PAGESIZE].max()
         return read
 
-    def read_scattered(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill buffers one after the other, in one call where possible, from consecutive bytes.
-
-        Returns:
-            Bytes read.
-
-        Raises:
-            PrepError: the file ends before the last buffer is full.
-        """
-        expected = sum(len(buffer) for buffer in buffers)
-        done = os.preadv(self._fd, buffers, offset)
-        if done == expected:
-            return done
-        position = 0
-        for buffer in buffers:
-            missing = position + len(buffer) - done
-            if missing > 0:
-                rest = buffer[-missing:] if missing < len(buffer) else buffer
-                self.read_into(rest, offset + position + len(buffer) - len(rest))
-            position += len(buffer)
-        return expected
-
-    def read_region(self, region: Region, out: fp8.U8, scratch: fp8.U8) -> int:
-        """Read a region's runs, close together, into `out`.
+    def read_runs(self, runs: ByteRuns, out: fp8.U8, scratch: fp8.U8) -> int:
+        """Read runs of bytes, close together, into `out`.
 
         Args:
-            out: `region.nbytes` bytes.
-            scratch: at least `region.span` bytes where the region is read whole.
+            out: `runs.nbytes` bytes.
+            scratch: at least `runs.span` bytes where gaps are read with the runs.
 
         Returns:
             Bytes read, gaps included where they were.
         """
-        if region.count == 1:
-            self.read_into(out.data, region.start)
-        elif region.is_read_whole:
-            self.read_into(scratch[: region.span].data, region.start)
-            shape, strides = (region.count, region.run), (region.stride, 1)
-            runs = np.lib.stride_tricks.as_strided(scratch, shape, strides)
-            np.copyto(out.reshape(shape), runs)
+        if runs.count == 1:
+            self.read_into(out.data, runs.start)
+        elif runs.is_read_whole:
+            self.read_into(scratch[: runs.span].data, runs.start)
+            shape, strides = (runs.count, runs.run), (runs.stride, 1)
+            np.copyto(out.reshape(shape), np.lib.stride_tricks.as_strided(scratch, shape, strides))
         else:
-            self._read_runs(region, out)
-        return region.bytes_to_read
+            self._read_runs(runs, out)
+        return runs.bytes_to_read
 
-    def _read_runs(self, region: Region, out: fp8.U8) -> None:
-        at_once = max(1, _AHEAD_BYTES // region.run)
-        for first in range(0, region.count, at_once):
-            numbers = range(first, min(first + at_once, region.count))
+    def _read_runs(self, runs: ByteRuns, out: fp8.U8) -> None:
+        at_once = max(1, _AHEAD_BYTES // runs.run)
+        for first in range(0, runs.count, at_once):
+            numbers = range(first, min(first + at_once, runs.count))
             # Told of all of them first, the kernel reads many at a time from storage; alone, each would wait.
             for number in numbers:
-                os.posix_fadvise(self._fd, region.start + number * region.stride, region.run, os.POSIX_FADV_WILLNEED)
+                self.will_need(runs.start + number * runs.stride, runs.run)
             for number in numbers:
-                run = out[number * region.run : (number + 1) * region.run]
-                self.read_into(run.data, region.start + number * region.stride)
+                run = out[number * runs.run : (number + 1) * runs.run]
+                self.read_into(run.data, runs.start + number * runs.stride)
 
     def _map(self, start: int, end: int) -> mmap.mmap:
         with self._lock:
             if self._mapping is None:
                 if self.size() != self._size:
                     raise PrepError(self._unreadable(start, end, f"it has {self.size():,} bytes now"))
-                # Private pages of a file that is larger than memory are refused unless nothing is reserved for them.
-                flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-                self._mapping = mmap.mmap(self._fd, self._size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                self._mapping = self.map_privately(self._size)
                 self._address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
             return self._mapping
 

@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 
 from deepinfer_prep import fp8
-from deepinfer_prep.runtime.loading.byte_layout import Layout, Region
+from deepinfer_prep.files.storage import MOST_BUFFERS
+from deepinfer_prep.runtime.loading.byte_layout import ByteRuns, FileLayout
 from deepinfer_prep.runtime.loading.slices import Bounds
-from deepinfer_prep.runtime.loading.tensor_file import MOST_BUFFERS, TensorFile
+from deepinfer_prep.runtime.loading.tensor_file import TensorFile
 
 LIMIT_BYTES = 8 * 1024 * 1024
 """What one step reads into memory at most."""
@@ -63,7 +64,8 @@ class Scatter:
         return sum(len(buffer) for buffer in self.buffers)
 
     def run(self, scratch: fp8.U8) -> int:
-        return self.file.read_scattered([buffer.data for buffer in self.buffers], self.start)
+        self.file.read_scattered([buffer.data for buffer in self.buffers], self.start)
+        return self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +73,15 @@ class Gather:
     """Read pieces of rows into contiguous memory."""
 
     file: TensorFile
-    region: Region
+    runs: ByteRuns
     out: fp8.U8
 
     @property
     def nbytes(self) -> int:
-        return self.region.nbytes
+        return self.runs.nbytes
 
     def run(self, scratch: fp8.U8) -> int:
-        return self.file.read_region(self.region, self.out, scratch)
+        return self.file.read_runs(self.runs, self.out, scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +89,16 @@ class Stage:
     """Read through host memory into a tensor on another device, or one that is not contiguous."""
 
     file: TensorFile
-    region: Region
+    runs: ByteRuns
     out: torch.Tensor
 
     @property
     def nbytes(self) -> int:
-        return self.region.nbytes
+        return self.runs.nbytes
 
     def run(self, scratch: fp8.U8) -> int:
-        staged, rest = scratch[: self.region.nbytes], scratch[LIMIT_BYTES:]
-        read = self.file.read_region(self.region, staged, rest)
+        staged, rest = scratch[: self.runs.nbytes], scratch[LIMIT_BYTES:]
+        read = self.file.read_runs(self.runs, staged, rest)
         # Codes travel as plain bytes: not every device copies every fp8 dtype.
         out = self.out.view(torch.uint8) if self.out.element_size() == 1 else self.out
         out.copy_(torch.from_numpy(staged).view(out.dtype).view(out.shape))
@@ -108,7 +110,7 @@ class Fill:
     """A tensor and the part of a stored tensor that fills it."""
 
     file: TensorFile
-    layout: Layout
+    layout: FileLayout
     bounds: Bounds
     out: torch.Tensor
 
@@ -151,14 +153,14 @@ def _joined_extents(extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, i
 def _separate(fills: Iterable[Fill]) -> Iterator[Transfer]:
     for fill in fills:
         is_direct = fill.out.device.type == "cpu" and fill.out.is_contiguous()
-        for region, bounds in fill.layout.pieces(fill.bounds, LIMIT_BYTES):
+        for runs, bounds in fill.layout.pieces(fill.bounds, LIMIT_BYTES):
             part = _part(fill, bounds)
             if not is_direct:
-                yield Stage(fill.file, region, part)
-            elif region.count == 1:
-                yield Scatter(fill.file, region.start, (_bytes(part),))
+                yield Stage(fill.file, runs, part)
+            elif runs.count == 1:
+                yield Scatter(fill.file, runs.start, (_bytes(part),))
             else:
-                yield Gather(fill.file, region, _bytes(part))
+                yield Gather(fill.file, runs, _bytes(part))
 
 
 def _can_join(waiting: list[Scatter], next_one: Scatter) -> bool:

@@ -23,14 +23,14 @@ _GATHER_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CodeChunk:
     """Some bytes to read or to change in place; changes count once `write_back` was called."""
 
     codes: fp8.U8
     write_back: Callable[[], None]
 
 
-def pieces(spans: Spans) -> Iterator[Piece]:
+def pieces(spans: Spans) -> Iterator[CodeChunk]:
     """Every byte of `spans` once, in pieces of at most 16 MiB that hold whole elements.
 
     Long runs come one by one, short ones (narrow rows, strided elements) gathered together.
@@ -56,9 +56,9 @@ def _positions(starts: I64, lengths: I64) -> I64:
 
 
 class _Memory(Protocol):
-    def piece(self, start: int, stop: int) -> Piece: ...
+    def piece(self, start: int, stop: int) -> CodeChunk: ...
 
-    def gathered(self, positions: I64) -> Piece: ...
+    def gathered(self, positions: I64) -> CodeChunk: ...
 
 
 class _HostMemory:
@@ -68,17 +68,17 @@ class _HostMemory:
         # Holes between the runs are part of this array and are never touched.
         self._bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._base))
 
-    def piece(self, start: int, stop: int) -> Piece:
-        return Piece(self._bytes[start - self._base : stop - self._base], _nothing)
+    def piece(self, start: int, stop: int) -> CodeChunk:
+        return CodeChunk(self._bytes[start - self._base : stop - self._base], _nothing)
 
-    def gathered(self, positions: I64) -> Piece:
+    def gathered(self, positions: I64) -> CodeChunk:
         memory, places = self._bytes, positions - self._base
         codes = memory[places]
 
         def write_back() -> None:
             memory[places] = codes
 
-        return Piece(codes, write_back)
+        return CodeChunk(codes, write_back)
 
 
 class StagedMemory:
@@ -89,22 +89,22 @@ class StagedMemory:
         empty = torch.empty(0, dtype=torch.uint8, device=anchor.device)
         self._bytes = empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
-    def piece(self, start: int, stop: int) -> Piece:
+    def piece(self, start: int, stop: int) -> CodeChunk:
         """The bytes start..stop of the storage."""
         return self._staged(self._bytes[start:stop], lambda host: self._bytes[start:stop].copy_(host))
 
-    def gathered(self, positions: I64) -> Piece:
+    def gathered(self, positions: I64) -> CodeChunk:
         """The bytes at `positions` of the storage."""
         places = torch.from_numpy(positions).to(self._bytes.device)
         return self._staged(self._bytes[places], lambda host: self._bytes.index_put_((places,), host))
 
-    def _staged(self, source: torch.Tensor, store: Callable[[torch.Tensor], torch.Tensor]) -> Piece:
+    def _staged(self, source: torch.Tensor, store: Callable[[torch.Tensor], torch.Tensor]) -> CodeChunk:
         host = source.to("cpu", copy=True)
 
         def write_back() -> None:
             store(host.to(self._bytes.device))
 
-        return Piece(host.numpy(), write_back)
+        return CodeChunk(host.numpy(), write_back)
 
 
 def _nothing() -> None:

@@ -14,7 +14,14 @@ from deepinfer_prep.runtime import held_tensors, neuron, settings
 from deepinfer_prep.runtime.rescaling import byte_access
 from deepinfer_prep.runtime.rescaling.address_space import mappings
 from deepinfer_prep.runtime.rescaling.byte_spans import Spans, union
-from deepinfer_prep.runtime.rescaling.weight_groups import Family, Region, Survey, clashes, families, survey
+from deepinfer_prep.runtime.rescaling.weight_groups import (
+    NamedSpans,
+    Survey,
+    WeightGroup,
+    clashes,
+    survey,
+    weight_groups,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +56,7 @@ def rescale_fp8_weights(model: nn.Module) -> int:
     if settings.leaves_e4m3fn() or not neuron.computes_in_e4m3():
         return 0
     found = survey(model)
-    changing = [family for family in families(found) if _is_misread(family)]
+    changing = [group for group in weight_groups(found) if _holds_above_240(group)]
     reasons = (
         *found.refusals,
         *_scale_refusals(found, changing),
@@ -58,7 +65,7 @@ def rescale_fp8_weights(model: nn.Module) -> int:
     )
     if reasons:
         raise RefusedError(*(*reasons, "Nothing was changed."))
-    for spans in union(weight.spans for family in changing for weight in family.weights):
+    for spans in union(weight.spans for group in changing for weight in group.weights):
         for piece in byte_access.pieces(spans):
             fp8.halve(piece.codes, piece.codes)
             piece.write_back()
@@ -66,32 +73,32 @@ def rescale_fp8_weights(model: nn.Module) -> int:
         for piece in byte_access.pieces(spans):
             fp8.double(piece.codes, kind, piece.codes)
             piece.write_back()
-    count = sum(len(family.weights) for family in changing)
+    count = sum(len(group.weights) for group in changing)
     log.info("halved %d of %d fp8 weights; the hardware reads the others as they are", count, len(found.weights))
     return count
 
 
-def holds_misread(weight: Spans) -> bool:
+def holds_above_240(weight: Spans) -> bool:
     """Whether some bytes hold a code of 256 to 448, which the hardware reads as infinity or NaN."""
     return any(stringzilla.find_first_of(piece.codes.data, _ABOVE_240) >= 0 for piece in byte_access.pieces(weight))
 
 
-def _is_misread(family: Family) -> bool:
-    return any(holds_misread(weight.spans) for weight in family.weights)
+def _holds_above_240(group: WeightGroup) -> bool:
+    return any(holds_above_240(weight.spans) for weight in group.weights)
 
 
-def _scale_bytes(changing: list[Family]) -> Iterator[tuple[str, Spans]]:
+def _scale_bytes(changing: list[WeightGroup]) -> Iterator[tuple[str, Spans]]:
     by_kind: dict[str, list[Spans]] = {}
-    for family in changing:
-        for scale in family.scales:
+    for group in changing:
+        for scale in group.scales:
             by_kind.setdefault(scale.kind, []).append(scale.spans)
     for kind, parts in by_kind.items():
         for spans in union(parts):
             yield kind, spans
 
 
-def _scale_refusals(found: Survey, changing: list[Family]) -> Iterator[str]:
-    doubled = {id(scale) for family in changing for scale in family.scales}
+def _scale_refusals(found: Survey, changing: list[WeightGroup]) -> Iterator[str]:
+    doubled = {id(scale) for group in changing for scale in group.scales}
     for scale in found.scales:
         for piece in byte_access.pieces(scale.spans):
             problem = held_tensors.problem(piece.codes, scale.kind, id(scale) in doubled)
@@ -103,15 +110,13 @@ def _scale_refusals(found: Survey, changing: list[Family]) -> Iterator[str]:
             yield f"{scale.name}: holds only zeros, but {weight.name} does not: the scale was never loaded. Load it."
 
 
-def _memory_refusals(changing: list[Family]) -> Iterator[str]:
+def _memory_refusals(changing: list[WeightGroup]) -> Iterator[str]:
     address_space = mappings()
-    for family in changing:
-        for region in (*family.weights, *family.scales):
-            if problem := address_space.problem(region.spans):
-                yield f"{region.name}: {problem}"
+    for group in changing:
+        for named in (*group.weights, *group.scales):
+            if problem := address_space.problem(named.spans):
+                yield f"{named.name}: {problem}"
 
 
-def _has_nonzero(region: Region, zeros: bytes) -> bool:
-    return any(
-        stringzilla.find_first_not_of(piece.codes.data, zeros) >= 0 for piece in byte_access.pieces(region.spans)
-    )
+def _has_nonzero(named: NamedSpans, zeros: bytes) -> bool:
+    return any(stringzilla.find_first_not_of(piece.codes.data, zeros) >= 0 for piece in byte_access.pieces(named.spans))

@@ -20,7 +20,7 @@ _OTHER_QUANTIZED = (torch.int8, torch.uint8, torch.float8_e5m2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Region:
+class NamedSpans:
     """A distinct set of bytes that some names lead to."""
 
     name: str
@@ -34,24 +34,24 @@ class Region:
 class Survey:
     """What a model holds, found without changing anything."""
 
-    weights: list[Region] = field(default_factory=list)
+    weights: list[NamedSpans] = field(default_factory=list)
     """Float8_e4m3fn weights."""
-    scales: list[Region] = field(default_factory=list)
+    scales: list[NamedSpans] = field(default_factory=list)
     """Scales of `weights`."""
     pairs: set[tuple[int, int]] = field(default_factory=set)
     """Index of a weight, index of a scale that multiplies it."""
-    fixed: list[Region] = field(default_factory=list)
+    fixed: list[NamedSpans] = field(default_factory=list)
     """Scales of quantized weights of other formats, which keep their values."""
     refusals: list[str] = field(default_factory=list)
     """Why the model cannot be rescaled, each a whole sentence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class WeightGroup:
     """Weights and scales that have to change together."""
 
-    weights: list[Region]
-    scales: list[Region]
+    weights: list[NamedSpans]
+    scales: list[NamedSpans]
 
 
 def survey(model: nn.Module) -> Survey:
@@ -77,26 +77,26 @@ def survey(model: nn.Module) -> Survey:
     return found
 
 
-def families(found: Survey) -> list[Family]:
-    """Group weights and scales: whatever shares bytes, or multiplies one another, is in one family."""
+def weight_groups(found: Survey) -> list[WeightGroup]:
+    """Group weights and scales: whatever shares bytes, or multiplies one another, is in one group."""
     offset = len(found.weights)
     groups = _Groups(offset + len(found.scales))
     groups.tie([weight, offset + scale] for weight, scale in found.pairs)
     groups.tie(sharing([weight.spans for weight in found.weights]))
     groups.tie([offset + scale for scale in tie] for tie in sharing([scale.spans for scale in found.scales]))
-    members: dict[int, Family] = {}
-    for node, region in enumerate([*found.weights, *found.scales]):
-        family = members.setdefault(groups.leader(node), Family([], []))
-        (family.weights if node < offset else family.scales).append(region)
+    members: dict[int, WeightGroup] = {}
+    for node, named in enumerate([*found.weights, *found.scales]):
+        group = members.setdefault(groups.leader(node), WeightGroup([], []))
+        (group.weights if node < offset else group.scales).append(named)
     return list(members.values())
 
 
-def clashes(found: Survey, changing: list[Family]) -> Iterator[str]:
+def clashes(found: Survey, changing: list[WeightGroup]) -> Iterator[str]:
     """Sentences about bytes that would have to change in two ways, or to change and to stay."""
     labelled = [(weight, "an fp8 weight") for weight in found.weights]
-    labelled += [(scale, f"a scale of {scale.kind}") for family in changing for scale in family.scales]
+    labelled += [(scale, f"a scale of {scale.kind}") for group in changing for scale in group.scales]
     labelled += [(scale, "the scale of a weight that is not halved") for scale in found.fixed]
-    for tie in sharing([region.spans for region, _ in labelled]):
+    for tie in sharing([named.spans for named, _ in labelled]):
         roles = {labelled[index][1]: labelled[index][0].name for index in tie}
         if len(roles) > 1:
             yield "The same bytes are " + " and ".join(f"{role} ({name})" for role, name in roles.items()) + "."
@@ -105,7 +105,7 @@ def clashes(found: Survey, changing: list[Family]) -> Iterator[str]:
 class _Distinct:
     """Regions, each entered once under the first name that leads to it."""
 
-    def __init__(self, entries: list[Region]) -> None:
+    def __init__(self, entries: list[NamedSpans]) -> None:
         self._entries = entries
         self._indices: dict[object, int] = {}
 
@@ -113,7 +113,7 @@ class _Distinct:
         spans = spans_of(tensor)
         index = self._indices.setdefault((spans.identity, kind), len(self._entries))
         if index == len(self._entries):
-            self._entries.append(Region(name, spans, kind))
+            self._entries.append(NamedSpans(name, spans, kind))
         return index
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deepinfer_prep.errors import CheckpointError
 from deepinfer_prep.runtime.loading import byte_layout, transfers
-from deepinfer_prep.runtime.loading.byte_layout import Layout, Region
+from deepinfer_prep.runtime.loading.byte_layout import ByteRuns, FileLayout
 from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint
 from deepinfer_prep.runtime.loading.slices import Grid, Slice, SliceError, bounds_of, in_step, shape_of, share
 from deepinfer_prep.runtime.loading.tensor_file import TensorFile
@@ -78,7 +78,7 @@ def test_pieces_tile_a_part_in_order_and_hold_its_bytes(
     size = math.prod(shape) * item
     addresses = np.arange(start, start + size).reshape(*shape, item)
     found = []
-    for region, narrowed in Layout(start, shape, item).pieces(bounds, limit):
+    for region, narrowed in FileLayout(start, shape, item).pieces(bounds, limit):
         runs = [np.arange(region.run) + region.start + number * region.stride for number in range(region.count)]
         wanted = addresses[array_slices(narrowed)].reshape(-1)
         assert np.array_equal(np.concatenate(runs), wanted)
@@ -105,7 +105,7 @@ def test_transfers_fill_any_part_through_small_steps(
         # With pages of one byte every run is read on its own.
         patch.setattr(byte_layout, "PAGE_BYTES", page)
         with TensorFile(Path(written.name), 3 + data.nbytes) as file:
-            for step in fill_transfers([Fill(file, Layout(3, shape, item), bounds, out)]):
+            for step in fill_transfers([Fill(file, FileLayout(3, shape, item), bounds, out)]):
                 assert step.run(np.empty(32, np.uint8)) >= step.nbytes
     assert torch.equal(out, data[array_slices(bounds)])
 
@@ -177,9 +177,9 @@ def test_column_parts_below_a_page_read_whole_rows(output: Path) -> None:
 
 
 def test_runs_far_apart_are_read_one_by_one_however_short() -> None:
-    assert not Region(0, 100, 10, 100_000).is_read_whole
-    assert Region(0, 100, 10, 1000).is_read_whole
-    assert Region(0, 100, 10, 100_000).bytes_to_read == 1000
+    assert not ByteRuns(0, 100, 10, 100_000).is_read_whole
+    assert ByteRuns(0, 100, 10, 1000).is_read_whole
+    assert ByteRuns(0, 100, 10, 100_000).bytes_to_read == 1000
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from deepinfer_prep.quantized import FLOAT_DTYPES
+
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -29,6 +31,9 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F4": torch.float4_e2m1fn_x2,
 }
 """Every dtype of safetensors 0.8 but F6_E2M3 and F6_E3M2, which torch does not have."""
+
+FLOAT_NAMES: Mapping[torch.dtype, str] = {TORCH_DTYPES[name]: name for name in sorted(FLOAT_DTYPES)}
+"""Dtypes whose elements are numbers, by the name that the byte arithmetic knows them by."""
 
 _SAME_BYTES = (
     frozenset({torch.float8_e4m3fn, torch.uint8}),

@@ -1,0 +1,22 @@
+"""The names of the attributes that loading and preparing put on a model's tensors, and that kernels take."""
+
+from __future__ import annotations
+
+SCALE = "sf"
+"""The scale of a quantized weight, in the form that its checkpoint or its loader gives it."""
+
+KERNEL_WEIGHT = "_nki_weight"
+"""uint8: the bytes of a quantized weight, over the same memory."""
+KERNEL_SCALE = "_nki_scale"
+"""uint8, e8m0: one byte for 32x32 values of an e4m3 weight, for one row and 32 values of an fp4 weight."""
+BLOCK128_SCALE = "_nki_block_scale"
+"""float32: one value for 128x128 values, where that is no power of two."""
+KERNEL_SCALES = (KERNEL_SCALE, BLOCK128_SCALE)
+
+HI, LO = "_nki_fn_hi", "_nki_fn_lo"
+"""bf16: the two matrices that a split float32 matrix is the sum of."""
+SPLIT_VERSION = "_nki_fn_version"
+"""Counts the changes of a matrix when it was split, so that a later change in place shows."""
+
+ATTACHED = (SCALE, KERNEL_WEIGHT, *KERNEL_SCALES, HI, LO, SPLIT_VERSION)
+"""All of them."""
