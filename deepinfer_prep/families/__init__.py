@@ -1,14 +1,30 @@
 """How each checkpoint family pairs a weight with its scale; one small file a family.
 
-A new family is a module with a `FAMILY` that fulfils `formats.base.Family`, and its name in `_MODULES`.
+A new family is a module with a function `layout(checkpoint)` of the form `protocol.Family`, and a row in `FAMILIES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib import import_module
 
-from deepinfer_prep.families.combine import merge
+from deepinfer_prep.families import (
+    comfyui,
+    compressed_tensors,
+    copied_as_is,
+    deepseek_inference,
+    deepseek_v4,
+    fbgemm,
+    fine_grained,
+    mistral_native,
+    modelopt,
+    nvfp4,
+    quark,
+    shared_tables,
+    torchao,
+    transformer_engine,
+    weight_scale,
+)
+from deepinfer_prep.families.combine import combine
 from deepinfer_prep.families.protocol import Family, Layout
 from deepinfer_prep.families.user_map import map_scales
 from deepinfer_prep.files.checkpoint import Checkpoint
@@ -16,26 +32,24 @@ from deepinfer_prep.quantized import QuantizedWeight
 
 __all__ = ["FAMILIES", "Family", "Layout", "QuantizedWeight", "read_layout"]
 
-_MODULES = (
-    "torchao",
-    "compressed_tensors",
-    "modelopt",
-    "quark",
-    "fbgemm",
-    "mistral_native",
-    "comfyui",
-    "deepseek_v4",
-    "deepseek_inference",
-    "fine_grained",
-    "shared_tables",
-    "weight_scale",
-    "nvfp4",
-    "mxfp4",
-    "transformer_engine",
-    "e5m2",
+FAMILIES: tuple[Family, ...] = (
+    torchao.layout,
+    compressed_tensors.layout,
+    modelopt.layout,
+    quark.layout,
+    fbgemm.layout,
+    mistral_native.layout,
+    comfyui.layout,
+    deepseek_v4.layout,
+    deepseek_inference.layout,
+    fine_grained.layout,
+    shared_tables.layout,
+    weight_scale.layout,
+    nvfp4.layout,
+    copied_as_is.mxfp4_layout,
+    transformer_engine.layout,
+    copied_as_is.e5m2_layout,
 )
-
-FAMILIES: tuple[Family, ...] = tuple(import_module(f"{__name__}.{module}").FAMILY for module in _MODULES)
 """In the order in which they are asked: where two pair a weight with one scale, the first one's block counts.
 Families that a config names stand before those that only tensor names show."""
 
@@ -46,5 +60,5 @@ def read_layout(checkpoint: Checkpoint, maps: Iterable[str] = ()) -> Layout:
     Raises:
         ValueError: a map is not of the form WEIGHT=SCALE.
     """
-    found = (family.layout(checkpoint) for family in FAMILIES)
-    return merge(checkpoint, map_scales(checkpoint, maps), [layout for layout in found if layout is not None])
+    found = (layout(checkpoint) for layout in FAMILIES)
+    return combine(checkpoint, map_scales(checkpoint, maps), [layout for layout in found if layout is not None])

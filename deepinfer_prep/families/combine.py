@@ -1,4 +1,4 @@
-"""Puts together what several families read in one checkpoint."""
+"""Combines what several families found in one checkpoint into one layout."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ NO_SCALE = Unpaired(
 )
 
 
-def merge(checkpoint: Checkpoint, mapped: Layout, layouts: Iterable[Layout]) -> Layout:
-    """One layout of the whole checkpoint: `mapped` is what the user paired and stands above the families.
+def combine(checkpoint: Checkpoint, mapped: Layout, layouts: Iterable[Layout]) -> Layout:
+    """One layout of the whole checkpoint; where the user paired a weight (`mapped`), no family is heard about it.
 
-    Every weight is claimed by the first family that pairs it; a second one with another scale makes it
-    ambiguous. Every F8_E4M3 tensor ends as a weight, as a marker or unpaired with a reason.
+    A weight takes the scale and block of the first family that pairs it. If another family pairs it with another
+    scale, it stays unpaired, because which scale multiplies it is not known. Every F8_E4M3 tensor ends as a weight, as
+    a marker or as unpaired with a reason.
     """
     parts = [mapped, *layouts]
     chosen, rivals = _choose(mapped, parts)

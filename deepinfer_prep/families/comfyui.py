@@ -8,29 +8,24 @@ Plain casts without any scale belong to no family and are refused as unscaled.
 from __future__ import annotations
 
 from deepinfer_prep.families.block_size import known_blocks
-from deepinfer_prep.families.names import beside
-from deepinfer_prep.families.pairing import pair_weights
-from deepinfer_prep.families.protocol import Family, Layout, fp8_names
+from deepinfer_prep.families.pairing import beside, pair_weights
+from deepinfer_prep.families.protocol import Layout, fp8_names
 from deepinfer_prep.files.checkpoint import Checkpoint
 
+_NAME = "comfyui"
 _MARKER, _MARKER_ELEMENTS = "scaled_fp8", 2
 
 
-class ComfyUI:
-    """fp8 diffusion models for ComfyUI."""
-
-    name = "comfyui"
-
-    def layout(self, checkpoint: Checkpoint) -> Layout | None:
-        """`scale_weight`, `comfy_quant` or the marker is enough: no other family has them."""
-        pairs = pair_weights(
-            checkpoint,
-            lambda name: _scale_name(checkpoint, name),
-            lambda weight, scale: known_blocks(weight, scale, None),
-            has_exponents=lambda _: False,
-        )
-        markers = tuple(name for name in fp8_names(checkpoint) if _is_marker(checkpoint, name))
-        return Layout(self.name, pairs.weights, pairs.unpaired, markers) if any(pairs) or markers else None
+def layout(checkpoint: Checkpoint) -> Layout | None:
+    """Recognise a checkpoint by `scale_weight`, `comfy_quant` or the marker: no other family has them."""
+    pairs = pair_weights(
+        checkpoint,
+        lambda name: _scale_name(checkpoint, name),
+        lambda weight, scale: known_blocks(weight, scale, None),
+        has_exponents=lambda _: False,
+    )
+    markers = tuple(name for name in fp8_names(checkpoint) if _is_marker(checkpoint, name))
+    return Layout(_NAME, pairs.weights, pairs.unpaired, markers) if any(pairs) or markers else None
 
 
 def _scale_name(checkpoint: Checkpoint, name: str) -> str | None:
@@ -42,6 +37,3 @@ def _scale_name(checkpoint: Checkpoint, name: str) -> str | None:
 
 def _is_marker(checkpoint: Checkpoint, name: str) -> bool:
     return name.rpartition(".")[2] == _MARKER and checkpoint.tensors[name].elements <= _MARKER_ELEMENTS
-
-
-FAMILY: Family = ComfyUI()

@@ -13,36 +13,32 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from deepinfer_prep.families.block_size import Blocks, fits, grid_problem, not_a_matrix
-from deepinfer_prep.families.names import appended, beside
-from deepinfer_prep.families.pairing import pair_weights
-from deepinfer_prep.families.protocol import Family, Layout
+from deepinfer_prep.families.pairing import appended, beside, pair_weights
+from deepinfer_prep.families.protocol import Layout
 from deepinfer_prep.families.quantization_config import as_block
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.quantized import FP8_DTYPE
 
+_NAME = "compressed-tensors"
+
 Scheme = Mapping[str, Any]
 """The `weights` arguments of one group of the config."""
 
 
-class CompressedTensors:
-    """Checkpoints whose config says `quant_method: compressed-tensors`."""
-
-    name = "compressed-tensors"
-
-    def layout(self, checkpoint: Checkpoint) -> Layout | None:
-        """The config alone decides: the tensor names occur in other families as well."""
-        if checkpoint.quantization.get("quant_method") != self.name:
-            return None
-        groups = _fp8_groups(checkpoint.quantization)
-        is_mx = str(checkpoint.quantization.get("format", "")).startswith("mxfp8")
-        pairs = pair_weights(
-            checkpoint,
-            lambda name: appended(name, "_scale"),
-            lambda weight, scale: _blocks(weight, scale, _scheme_of(weight.name, groups)),
-            has_exponents=lambda name: is_mx or _stores_exponents(_scheme_of(name, groups)),
-        )
-        return Layout(self.name, pairs.weights, pairs.unpaired, warnings=_packed_warning(checkpoint))
+def layout(checkpoint: Checkpoint) -> Layout | None:
+    """Recognise a checkpoint by its config's `quant_method`: the tensor names occur in other families as well."""
+    if checkpoint.quantization.get("quant_method") != _NAME:
+        return None
+    groups = _fp8_groups(checkpoint.quantization)
+    is_mx = str(checkpoint.quantization.get("format", "")).startswith("mxfp8")
+    pairs = pair_weights(
+        checkpoint,
+        lambda name: appended(name, "_scale"),
+        lambda weight, scale: _blocks(weight, scale, _scheme_of(weight.name, groups)),
+        has_exponents=lambda name: is_mx or _stores_exponents(_scheme_of(name, groups)),
+    )
+    return Layout(_NAME, pairs.weights, pairs.unpaired, warnings=_packed_warning(checkpoint))
 
 
 class _Group(NamedTuple):
@@ -146,6 +142,3 @@ def _packed_warning(checkpoint: Checkpoint) -> tuple[str, ...]:
         f"{len(names):,} weights are stored in fewer than eight bits ({kind}), {names[0]} among them. Nothing in them "
         "is e4m3: they and their scales are copied as they are.",
     )
-
-
-FAMILY: Family = CompressedTensors()

@@ -7,13 +7,14 @@ grid of the stated blocks, or of the format's 128x128, which a dividing per-tens
 from __future__ import annotations
 
 from deepinfer_prep.families.block_size import fits
-from deepinfer_prep.families.names import beside
-from deepinfer_prep.families.protocol import Family, Layout, Unpaired, fp8_names
+from deepinfer_prep.families.pairing import beside
+from deepinfer_prep.families.protocol import Layout, Unpaired, fp8_names
 from deepinfer_prep.families.quantization_config import Block, stated_block
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.quantized import FLOAT_DTYPES, QuantizedWeight
 
+_NAME = "deepseek-inference"
 _FORMAT_BLOCK = (128, 128)
 
 _MAY_DIVIDE = Unpaired(
@@ -23,29 +24,21 @@ _MAY_DIVIDE = Unpaired(
 )
 
 
-class DeepSeekInference:
-    """DeepSeek-V3 and its relatives in the form that DeepSeek's inference code reads."""
-
-    name = "deepseek-inference"
-
-    def layout(self, checkpoint: Checkpoint) -> Layout | None:
-        """A float `.scale` beside an fp8 `.weight`."""
-        block = stated_block(checkpoint.quantization) or _FORMAT_BLOCK
-        weights: list[QuantizedWeight] = []
-        unpaired: dict[str, Unpaired] = {}
-        for name in fp8_names(checkpoint):
-            scale = checkpoint.tensors.get(beside(name, "scale"))
-            if name.rpartition(".")[2] != "weight" or scale is None or scale.dtype not in FLOAT_DTYPES:
-                continue
-            if _is_grid(checkpoint.tensors[name], scale, block):
-                weights.append(QuantizedWeight(name, scale.name, "e4m3", block))
-            else:
-                unpaired[name] = _MAY_DIVIDE
-        return Layout(self.name, tuple(weights), unpaired) if weights or unpaired else None
+def layout(checkpoint: Checkpoint) -> Layout | None:
+    """Recognise weights by a float tensor `x.scale` beside the fp8 tensor `x.weight`."""
+    block = stated_block(checkpoint.quantization) or _FORMAT_BLOCK
+    weights: list[QuantizedWeight] = []
+    unpaired: dict[str, Unpaired] = {}
+    for name in fp8_names(checkpoint):
+        scale = checkpoint.tensors.get(beside(name, "scale"))
+        if name.rpartition(".")[2] != "weight" or scale is None or scale.dtype not in FLOAT_DTYPES:
+            continue
+        if _is_grid(checkpoint.tensors[name], scale, block):
+            weights.append(QuantizedWeight(name, scale.name, "e4m3", block))
+        else:
+            unpaired[name] = _MAY_DIVIDE
+    return Layout(_NAME, tuple(weights), unpaired) if weights or unpaired else None
 
 
 def _is_grid(weight: TensorInfo, scale: TensorInfo, block: Block) -> bool:
     return len(weight.shape) == 2 and fits(weight, scale, "e4m3", block)
-
-
-FAMILY: Family = DeepSeekInference()

@@ -8,29 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepinfer_prep.families.block_size import fits, grid_problem, not_a_matrix
-from deepinfer_prep.families.names import beside
-from deepinfer_prep.families.protocol import Family, Layout
+from deepinfer_prep.families.block_size import fits, grid_problem
+from deepinfer_prep.families.pairing import beside
+from deepinfer_prep.families.protocol import Layout
 from deepinfer_prep.families.quantization_config import Block, stated_block
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.quantized import Element, QuantizedWeight
 
+_NAME = "deepseek-v4"
 _ELEMENTS: dict[str, Element] = {"F8_E4M3": "e4m3", "I8": "e2m1"}
 _FORMAT_BLOCKS = ((32, 32), (128, 128))
 _ROW_BLOCK = (1, 32)
 
 
-class DeepSeekV4:
-    """DeepSeek-V4 and V4.1 as DeepSeek publishes them."""
-
-    name = "deepseek-v4"
-
-    def layout(self, checkpoint: Checkpoint) -> Layout | None:
-        """An e8m0 `.scale` beside an fp8 or fp4 `.weight` is enough: no other family has it."""
-        stated = stated_block(checkpoint.quantization)
-        weights = tuple(_weight(weight, scale, stated) for weight, scale in _pairs(checkpoint))
-        return Layout(self.name, weights) if weights else None
+def layout(checkpoint: Checkpoint) -> Layout | None:
+    """Recognise weights by an e8m0 tensor `x.scale` beside `x.weight` in fp8 or fp4: no other family has it."""
+    stated = stated_block(checkpoint.quantization)
+    weights = tuple(_weight(weight, scale, stated) for weight, scale in _pairs(checkpoint))
+    return Layout(_NAME, weights) if weights else None
 
 
 def _pairs(checkpoint: Checkpoint) -> Iterator[tuple[TensorInfo, TensorInfo]]:
@@ -48,14 +44,7 @@ def _weight(weight: TensorInfo, scale: TensorInfo, stated: Block | None) -> Quan
     else:
         candidates = (stated,) if stated is not None else _FORMAT_BLOCKS
     block = next((block for block in candidates if fits(weight, scale, element, block)), None)
-    problem = "" if block else _problem(weight, scale, element, candidates[0])
+    problem = "" if block else grid_problem(weight, scale, element, candidates[0])
     is_table = weight.name.endswith("engram.embed.weight")
     reason = "it is a look-up table, not the operand of a GEMM" if is_table else ""
     return QuantizedWeight(weight.name, scale.name, element, block, problem, reason)
-
-
-def _problem(weight: TensorInfo, scale: TensorInfo, element: Element, block: Block) -> str:
-    return not_a_matrix(weight).problem if len(weight.shape) < 2 else grid_problem(weight, scale, element, block)
-
-
-FAMILY: Family = DeepSeekV4()

@@ -11,32 +11,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from deepinfer_prep.families.block_size import fits, known_blocks
-from deepinfer_prep.families.names import appended
-from deepinfer_prep.families.pairing import pair_weights
-from deepinfer_prep.families.protocol import Family, Layout
+from deepinfer_prep.families.pairing import appended, pair_weights
+from deepinfer_prep.families.protocol import Layout
 from deepinfer_prep.families.quantization_config import stated_block, states_exponents
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.quantized import QuantizedWeight
 
+_NAME = "fine-grained-fp8"
 _FP4_BLOCK = (1, 32)
 
 
-class FineGrained:
-    """The `fp8` and `mxfp8` quantizers of transformers."""
-
-    name = "fine-grained-fp8"
-
-    def layout(self, checkpoint: Checkpoint) -> Layout | None:
-        """`weight_scale_inv` beside an fp8 or fp4 weight; the config is asked for block sizes and for U8 only."""
-        stated, is_exponent = stated_block(checkpoint.quantization), states_exponents(checkpoint.quantization)
-        pairs = pair_weights(
-            checkpoint,
-            lambda name: appended(name, "_scale_inv"),
-            lambda weight, scale: known_blocks(weight, scale, stated),
-            has_exponents=lambda _: is_exponent,
-        )
-        weights = (*pairs.weights, *_fp4_weights(checkpoint))
-        return Layout(self.name, weights, pairs.unpaired) if weights or pairs.unpaired else None
+def layout(checkpoint: Checkpoint) -> Layout | None:
+    """Recognise weights by `weight_scale_inv`; the config only tells block sizes and what U8 scales mean."""
+    stated, is_exponent = stated_block(checkpoint.quantization), states_exponents(checkpoint.quantization)
+    pairs = pair_weights(
+        checkpoint,
+        lambda name: appended(name, "_scale_inv"),
+        lambda weight, scale: known_blocks(weight, scale, stated),
+        has_exponents=lambda _: is_exponent,
+    )
+    weights = (*pairs.weights, *_fp4_weights(checkpoint))
+    return Layout(_NAME, weights, pairs.unpaired) if weights or pairs.unpaired else None
 
 
 def _fp4_weights(checkpoint: Checkpoint) -> Iterator[QuantizedWeight]:
@@ -45,6 +40,3 @@ def _fp4_weights(checkpoint: Checkpoint) -> Iterator[QuantizedWeight]:
             scale = checkpoint.tensors.get(appended(name, "_scale_inv") or "")
             if scale is not None and scale.dtype == "F8_E8M0" and fits(tensor, scale, "e2m1", _FP4_BLOCK):
                 yield QuantizedWeight(name, scale.name, "e2m1", _FP4_BLOCK)
-
-
-FAMILY: Family = FineGrained()

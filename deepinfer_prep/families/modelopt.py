@@ -11,41 +11,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepinfer_prep.families.block_size import Blocks, fits, grid_problem, not_a_matrix, per_tensor
-from deepinfer_prep.families.names import appended
-from deepinfer_prep.families.pairing import pair_weights
-from deepinfer_prep.families.protocol import Family, Layout, Unpaired
+from deepinfer_prep.families.pairing import appended, pair_weights
+from deepinfer_prep.families.protocol import Layout, Unpaired
 from deepinfer_prep.families.quantization_config import Block, side_file
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.quantized import QuantizedWeight, grid_shape
 
+_NAME = "modelopt"
 _MIXED = "MIXED_PRECISION"
 _SUFFIXES = ("_scale", "_scale_inv")
 _GRIDS: Mapping[str, Block] = {"FP8_PB_WO": (128, 128), "MXFP8": (1, 32)}
 
 
-class ModelOpt:
-    """Checkpoints that NVIDIA's Model Optimizer exported."""
-
-    name = "modelopt"
-
-    def layout(self, checkpoint: Checkpoint) -> Layout | None:
-        """Recognised by `quant_method: modelopt` or by its own config file."""
-        config = _config(checkpoint)
-        if config is None:
-            return None
-        weights: list[QuantizedWeight] = []
-        unpaired: dict[str, Unpaired] = {}
-        for suffix in _SUFFIXES:
-            pairs = pair_weights(
-                checkpoint,
-                lambda name, suffix=suffix: appended(name, suffix),  # type: ignore[misc]
-                lambda weight, scale: _blocks(weight, scale, _algorithm(config, weight.name)),
-                has_exponents=lambda name: _algorithm(config, name) == "MXFP8",
-            )
-            weights += pairs.weights
-            unpaired |= pairs.unpaired
-        return Layout(self.name, tuple(weights), unpaired)
+def layout(checkpoint: Checkpoint) -> Layout | None:
+    """Recognise a checkpoint by `quant_method: modelopt` in config.json, or by hf_quant_config.json."""
+    config = _config(checkpoint)
+    if config is None:
+        return None
+    weights: list[QuantizedWeight] = []
+    unpaired: dict[str, Unpaired] = {}
+    for suffix in _SUFFIXES:
+        pairs = pair_weights(
+            checkpoint,
+            lambda name, suffix=suffix: appended(name, suffix),  # type: ignore[misc]
+            lambda weight, scale: _blocks(weight, scale, _algorithm(config, weight.name)),
+            has_exponents=lambda name: _algorithm(config, name) == "MXFP8",
+        )
+        weights += pairs.weights
+        unpaired |= pairs.unpaired
+    return Layout(_NAME, tuple(weights), unpaired)
 
 
 def _config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
@@ -87,6 +82,3 @@ def _blocks(weight: TensorInfo, scale: TensorInfo, algorithm: str) -> Blocks:
         None,
         f"quant_algo {algorithm or 'is not stated and'!r} does not explain a scale of the shape {list(scale.shape)}",
     )
-
-
-FAMILY: Family = ModelOpt()

@@ -5,10 +5,11 @@ The fp8 tensor is a scale and not a weight: it has no scale of its own that coul
 
 from __future__ import annotations
 
-from deepinfer_prep.families.names import beside
-from deepinfer_prep.families.protocol import Family, Layout, Unpaired, fp8_names
+from deepinfer_prep.families.pairing import beside
+from deepinfer_prep.families.protocol import Layout, Unpaired, fp8_names
 from deepinfer_prep.files.checkpoint import Checkpoint
 
+_NAME = "nvfp4"
 _IS_SCALE = Unpaired(
     "are block scales of packed 4-bit weights (NVFP4), not weights",
     "Halving them would be wrong, and Trainium2 has no kernel for this format. Use an fp8 or bf16 checkpoint of the "
@@ -16,15 +17,10 @@ _IS_SCALE = Unpaired(
 )
 
 
-class NVFP4:
-    """Checkpoints with NVFP4 weights, whole or in part."""
-
-    name = "nvfp4"
-
-    def layout(self, checkpoint: Checkpoint) -> Layout | None:
-        """An F8_E4M3 `weight_scale` beside a U8 `weight` or `weight_packed`."""
-        scales = {name: _IS_SCALE for name in fp8_names(checkpoint) if _is_scale(checkpoint, name)}
-        return Layout(self.name, unpaired=scales) if scales else None
+def layout(checkpoint: Checkpoint) -> Layout | None:
+    """Recognise block scales: an F8_E4M3 `weight_scale` beside a U8 `weight` or `weight_packed`."""
+    scales = {name: _IS_SCALE for name in fp8_names(checkpoint) if _is_scale(checkpoint, name)}
+    return Layout(_NAME, unpaired=scales) if scales else None
 
 
 def _is_scale(checkpoint: Checkpoint, name: str) -> bool:
@@ -32,6 +28,3 @@ def _is_scale(checkpoint: Checkpoint, name: str) -> bool:
         return False
     packed = (checkpoint.tensors.get(beside(name, last)) for last in ("weight", "weight_packed"))
     return any(tensor is not None and tensor.dtype == "U8" for tensor in packed)
-
-
-FAMILY: Family = NVFP4()

@@ -1,4 +1,4 @@
-"""Pairs fp8 weights with scales by name: starts from the weights and finds each one's scale."""
+"""Pairs fp8 weights with scales by name: for each weight it looks for the scale, never the other way round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ScaleName = Callable[[str], str | None]
 """Weight name -> the name that its scale would have; None for names that are not of the family."""
 
 BlocksOf = Callable[[TensorInfo, TensorInfo], Blocks]
-"""(weight, scale) -> the block that one scale value covers."""
+"""(weight, scale) -> how many rows and columns of the weight one value of the scale covers."""
 
 
 class Pairs(NamedTuple):
@@ -53,6 +53,23 @@ def pair_weights(
         blocks = blocks_of(checkpoint.tensors[name], scale)
         weights.append(QuantizedWeight(name, scale.name, "e4m3", blocks.size, blocks.problem, no_kernel_scale))
     return Pairs(tuple(weights), unpaired)
+
+
+def beside(name: str, last: str) -> str:
+    """The name of another tensor of the same module: beside("x.weight", "scale") is "x.scale"."""
+    module = name.rpartition(".")[0]
+    return f"{module}.{last}" if module else last
+
+
+def appended(name: str, suffix: str) -> str | None:
+    """The name of a weight's scale where it is the weight's own name with a suffix; None for what is no weight.
+
+    appended("x.weight", "_scale") is "x.weight_scale". Fused and stacked experts hold parameters of other
+    names: appended("x.experts.down_proj", "_scale_inv") is "x.experts.down_proj_scale_inv".
+    """
+    module, _, last = name.rpartition(".")
+    stacked = module.rpartition(".")[2] == "experts"
+    return name + suffix if stacked or last == "weight" or last.endswith("_weight") else None
 
 
 def scale_problem(scale: TensorInfo, has_exponents: bool) -> Unpaired | None:

@@ -1,10 +1,9 @@
-"""What every checkpoint family has to say, as data, and the protocol by which it is asked."""
+"""What a checkpoint family says of a checkpoint, as data, and the form of the function that says it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.quantized import FP8_DTYPE, QuantizedWeight
@@ -20,7 +19,7 @@ class Unpaired:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a family reads a checkpoint, or the part of it that is the family's."""
+    """How a family reads a checkpoint, or those tensors of it that are the family's."""
 
     family: str
     weights: tuple[QuantizedWeight, ...] = ()
@@ -34,17 +33,12 @@ class Layout:
     warnings: tuple[str, ...] = ()
 
 
-class Family(Protocol):
-    """One checkpoint family; each lives in a file of its own, as `FAMILY`."""
+Family = Callable[[Checkpoint], Layout | None]
+"""One checkpoint family: says from headers and config which tensors it stores, and how; None where it stores none.
 
-    name: str
-
-    def layout(self, checkpoint: Checkpoint) -> Layout | None:
-        """What of a checkpoint is of this family, from headers and config alone; None where nothing is.
-
-        Several families may read parts of one checkpoint; where two pair a weight with different scales,
-        the weight is refused.
-        """
+Several families may read different tensors of one checkpoint; a weight that two of them pair with different scales
+is not converted.
+"""
 
 
 def fp8_names(checkpoint: Checkpoint) -> list[str]:

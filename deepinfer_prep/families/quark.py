@@ -11,30 +11,26 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from deepinfer_prep.families.block_size import Blocks, fits, grid_problem, not_a_matrix, per_tensor
-from deepinfer_prep.families.names import appended
-from deepinfer_prep.families.pairing import pair_weights
-from deepinfer_prep.families.protocol import Family, Layout
+from deepinfer_prep.families.pairing import appended, pair_weights
+from deepinfer_prep.families.protocol import Layout
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
 
+_NAME = "quark"
 
-class Quark:
-    """Checkpoints whose config says `quant_method: quark`."""
 
-    name = "quark"
-
-    def layout(self, checkpoint: Checkpoint) -> Layout | None:
-        """The config alone decides: the tensor names occur in other families as well."""
-        config = checkpoint.quantization
-        if config.get("quant_method") != self.name:
-            return None
-        pairs = pair_weights(
-            checkpoint,
-            lambda name: appended(name, "_scale"),
-            lambda weight, scale: _blocks(weight, scale, _scheme_of(weight.name, config)),
-            has_exponents=lambda name: _scheme_of(name, config).get("scale_format") == "e8m0",
-        )
-        return Layout(self.name, pairs.weights, pairs.unpaired)
+def layout(checkpoint: Checkpoint) -> Layout | None:
+    """Recognise a checkpoint by its config's `quant_method`: the tensor names occur in other families as well."""
+    config = checkpoint.quantization
+    if config.get("quant_method") != _NAME:
+        return None
+    pairs = pair_weights(
+        checkpoint,
+        lambda name: appended(name, "_scale"),
+        lambda weight, scale: _blocks(weight, scale, _scheme_of(weight.name, config)),
+        has_exponents=lambda name: _scheme_of(name, config).get("scale_format") == "e8m0",
+    )
+    return Layout(_NAME, pairs.weights, pairs.unpaired)
 
 
 def _scheme_of(weight: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -69,6 +65,3 @@ def _unfit(weight: TensorInfo, scale: TensorInfo, block: tuple[int, int]) -> Blo
 
 def _unlike(expected: str, scale: TensorInfo) -> str:
     return f"the config says {expected}, but the scale has the shape {list(scale.shape)}"
-
-
-FAMILY: Family = Quark()

@@ -6,29 +6,25 @@ import re
 
 from deepinfer_prep.families.block_size import known_blocks
 from deepinfer_prep.families.pairing import pair_weights
-from deepinfer_prep.families.protocol import Family, Layout
+from deepinfer_prep.families.protocol import Layout
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.quantized import FP8_DTYPE
 
+_NAME = "shared-table"
 _PART = re.compile(r"(?P<table>.+)\.(?:shards\.|shard_)\d+\.weight", re.DOTALL)
 
 
-class SharedTables:
-    """Embedding tables cut into parts that one scale multiplies."""
-
-    name = "shared-table"
-
-    def layout(self, checkpoint: Checkpoint) -> Layout | None:
-        """The scale has to be one value, and every part that it would cover has to be fp8."""
-        covered = _tables(checkpoint)
-        pairs = pair_weights(
-            checkpoint,
-            lambda name: covered.get(name),
-            lambda weight, scale: known_blocks(weight, scale, None),
-            has_exponents=lambda _: False,
-            no_kernel_scale="it is a look-up table, not the operand of a GEMM",
-        )
-        return Layout(self.name, pairs.weights, pairs.unpaired) if any(pairs) else None
+def layout(checkpoint: Checkpoint) -> Layout | None:
+    """Recognise tables whose scale is one value and whose parts are all fp8."""
+    covered = _tables(checkpoint)
+    pairs = pair_weights(
+        checkpoint,
+        lambda name: covered.get(name),
+        lambda weight, scale: known_blocks(weight, scale, None),
+        has_exponents=lambda _: False,
+        no_kernel_scale="it is a look-up table, not the operand of a GEMM",
+    )
+    return Layout(_NAME, pairs.weights, pairs.unpaired) if any(pairs) else None
 
 
 def _tables(checkpoint: Checkpoint) -> dict[str, str]:
@@ -45,6 +41,3 @@ def _tables(checkpoint: Checkpoint) -> dict[str, str]:
         if all(checkpoint.tensors[name].dtype == FP8_DTYPE for name in names)
         for name in names
     }
-
-
-FAMILY: Family = SharedTables()

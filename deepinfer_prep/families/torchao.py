@@ -13,38 +13,34 @@ from typing import Any
 
 from deepinfer_prep.families.block_size import Blocks, fits, grid_problem, per_row, per_tensor
 from deepinfer_prep.families.pairing import scale_problem
-from deepinfer_prep.families.protocol import Family, Layout, Unpaired, fp8_names
+from deepinfer_prep.families.protocol import Layout, Unpaired, fp8_names
 from deepinfer_prep.families.quantization_config import as_block
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.quantized import QuantizedWeight
 
+_NAME = "torchao"
 _DATA, _SCALE = "_qdata", "_scale"
 _MULTIPLYING = ("Float8Tensor", "MXTensor")
 
 
-class TorchAO:
-    """Checkpoints that torchao's safetensors support wrote."""
-
-    name = "torchao"
-
-    def layout(self, checkpoint: Checkpoint) -> Layout | None:
-        """Recognised by the metadata; every fp8 tensor is looked up there."""
-        described = _descriptions(checkpoint)
-        if not described:
-            return None
-        weights: list[QuantizedWeight] = []
-        unpaired: dict[str, Unpaired] = {}
-        for name in fp8_names(checkpoint):
-            description = described.get(_parameter(name))
-            if description is None:
-                continue
-            found = _pair(checkpoint, name, description)
-            if isinstance(found, Unpaired):
-                unpaired[name] = found
-            else:
-                weights.append(found)
-        return Layout(self.name, tuple(weights), unpaired)
+def layout(checkpoint: Checkpoint) -> Layout | None:
+    """Recognise a checkpoint by the metadata of its headers, which describes every fp8 tensor."""
+    described = _descriptions(checkpoint)
+    if not described:
+        return None
+    weights: list[QuantizedWeight] = []
+    unpaired: dict[str, Unpaired] = {}
+    for name in fp8_names(checkpoint):
+        description = described.get(_parameter(name))
+        if description is None:
+            continue
+        found = _pair(checkpoint, name, description)
+        if isinstance(found, Unpaired):
+            unpaired[name] = found
+        else:
+            weights.append(found)
+    return Layout(_NAME, tuple(weights), unpaired)
 
 
 def _descriptions(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
@@ -106,6 +102,3 @@ def _blocks(weight: TensorInfo, scale: TensorInfo, data: Any) -> Blocks:
     if fits(weight, scale, "e4m3", block):
         return Blocks(block)
     return Blocks(None, grid_problem(weight, scale, "e4m3", block))
-
-
-FAMILY: Family = TorchAO()

@@ -5,25 +5,18 @@ In there `scale` divides and `scale_inv` multiplies; nothing outside of Transfor
 
 from __future__ import annotations
 
-from deepinfer_prep.families.names import beside
-from deepinfer_prep.families.protocol import Family, Layout, Unpaired, fp8_names
+from deepinfer_prep.families.pairing import beside
+from deepinfer_prep.families.protocol import Layout, Unpaired, fp8_names
 from deepinfer_prep.files.checkpoint import Checkpoint
 
+_NAME = "transformer-engine"
 _OPAQUE = Unpaired(
     "have their scale inside Transformer Engine's opaque `_extra_state`",
     "It cannot be read without that library. Export the model from there in bf16, or in fp8 with `weight_scale_inv`.",
 )
 
 
-class TransformerEngine:
-    """Megatron and NeMo checkpoints with fp8 weights."""
-
-    name = "transformer-engine"
-
-    def layout(self, checkpoint: Checkpoint) -> Layout | None:
-        """An `_extra_state` in the module of an fp8 weight."""
-        names = [name for name in fp8_names(checkpoint) if beside(name, "_extra_state") in checkpoint.tensors]
-        return Layout(self.name, unpaired=dict.fromkeys(names, _OPAQUE)) if names else None
-
-
-FAMILY: Family = TransformerEngine()
+def layout(checkpoint: Checkpoint) -> Layout | None:
+    """Recognise weights by a tensor `_extra_state` in the same module."""
+    names = [name for name in fp8_names(checkpoint) if beside(name, "_extra_state") in checkpoint.tensors]
+    return Layout(_NAME, unpaired=dict.fromkeys(names, _OPAQUE)) if names else None

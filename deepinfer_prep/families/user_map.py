@@ -1,18 +1,19 @@
 """`--map WEIGHT=SCALE`: pairs what no family knows, or says which of several scales is meant.
 
-`*` stands for any characters. The first `*` of SCALE takes what the first `*` of WEIGHT matched, the second
-what the second matched, and so on; SCALE may have fewer. `*.weight=*.weight_qscale` pairs `a.b.weight` with
-`a.b.weight_qscale`; `*.table.*.weight=*.table.scale` gives all parts of a table one scale.
+In a pattern `*` stands for any characters, dots included, and every other character for itself. The first `*` of
+SCALE takes what the first `*` of WEIGHT matched, the second what the second matched, and so on; SCALE may have
+fewer. `*.weight=*.weight_qscale` pairs `a.b.weight` with `a.b.weight_qscale`; `*.table.*.weight=*.table.scale` gives
+all parts of a table one scale.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from deepinfer_prep.families.block_size import known_blocks
 from deepinfer_prep.families.pairing import scale_problem
-from deepinfer_prep.families.patterns import compile_pattern, fill_pattern
 from deepinfer_prep.families.protocol import Layout, fp8_names
 from deepinfer_prep.families.quantization_config import stated_block, states_exponents
 from deepinfer_prep.files.checkpoint import Checkpoint
@@ -30,6 +31,17 @@ class ScaleMap:
 
     def __str__(self) -> str:
         return f"{self.weight}={self.scale}"
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """A pattern of tensor names as a regular expression for `fullmatch`; each `*` is a group, as long as possible."""
+    return re.compile("(.*)".join(re.escape(part) for part in pattern.split("*")), re.DOTALL)
+
+
+def fill_pattern(pattern: str, matched: tuple[str, ...]) -> str:
+    """A pattern with its first `*` replaced by the first matched text, its second by the second, and so on."""
+    head, *parts = pattern.split("*")
+    return head + "".join(text + part for text, part in zip(matched, parts, strict=False))
 
 
 def parse_map(text: str) -> ScaleMap:

@@ -23,9 +23,9 @@ from deepinfer_prep.files.source_files import FileState, OtherFile
 from deepinfer_prep.kernel_scale import Derived, PlannedWeight, plan_weight
 from deepinfer_prep.naming import MARKER, MAX_MARKER
 from deepinfer_prep.options import Options
-from deepinfer_prep.planning.refusals import refuse
+from deepinfer_prep.planning.refusals import find_refusals
 from deepinfer_prep.planning.split import choose_split
-from deepinfer_prep.planning.warnings import warn
+from deepinfer_prep.planning.warnings import find_warnings
 from deepinfer_prep.quantized import element_bytes
 
 
@@ -124,6 +124,7 @@ def plan_conversion(checkpoint: Checkpoint, options: Options, tool_version: str 
     files = [_plan_shard(shard, operations, metadata) for shard in checkpoint.shards]
     files += [_plan_copy(other) for other in checkpoint.others]
     weights = tuple(plan_weight(checkpoint, quantized) for quantized in layout.weights)
+    warnings = find_warnings(checkpoint, layout, weights, options)
     return Plan(
         checkpoint=checkpoint,
         family=layout.family,
@@ -134,8 +135,8 @@ def plan_conversion(checkpoint: Checkpoint, options: Options, tool_version: str 
         activation_scales=layout.activation_scales,
         unscaled=tuple(layout.unpaired),
         operations=operations,
-        warnings=checkpoint.warnings + layout.warnings + split.warnings + warn(checkpoint, layout, weights, options),
-        refusals=refuse(checkpoint, layout, options, split.names) + split.refusals,
+        warnings=checkpoint.warnings + layout.warnings + split.warnings + warnings,
+        refusals=find_refusals(checkpoint, layout, options, split.names) + split.refusals,
         fingerprint=_fingerprint(checkpoint),
     )
 

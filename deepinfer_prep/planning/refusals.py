@@ -28,8 +28,8 @@ _MOST_NEAR = 5
 _SCALE_LIKE = re.compile("scal|_scl|_sf$|_inv|amax", re.IGNORECASE)
 
 
-def refuse(checkpoint: Checkpoint, layout: Layout, options: Options, split: Iterable[str]) -> tuple[Reason, ...]:
-    """Every refusal as a whole sentence with its code; empty where the conversion may start."""
+def find_refusals(checkpoint: Checkpoint, layout: Layout, options: Options, split: Iterable[str]) -> tuple[Reason, ...]:
+    """The reasons, each of whole sentences with a code, why a conversion must not start; empty where it may."""
     return (
         *_coded("already-converted", _already_converted(checkpoint)),
         *_coded("family", layout.refusals),

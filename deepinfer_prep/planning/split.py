@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepinfer_prep.errors import Reason, list_some
-from deepinfer_prep.families.patterns import compile_pattern
+from deepinfer_prep.families.user_map import compile_pattern
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.naming import SPLIT_SUFFIXES

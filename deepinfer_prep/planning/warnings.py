@@ -1,4 +1,4 @@
-"""What the user of a conversion has to hear that stops nothing."""
+"""What a user should know about a conversion although nothing stands in its way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepinfer_prep.kernel_scale import KERNEL_COLUMNS, KERNEL_ROWS, Absent, Pla
 from deepinfer_prep.options import Options
 
 
-def warn(
+def find_warnings(
     checkpoint: Checkpoint, layout: Layout, weights: tuple[PlannedWeight, ...], options: Options
 ) -> tuple[str, ...]:
     """Every warning that headers and options give, each of whole sentences."""

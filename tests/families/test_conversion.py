@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from deepinfer_prep import verify_checkpoint
+from deepinfer_prep.families import FAMILIES
 from tests.families.conftest import Outcomes
 from tests.families.layouts import LAYOUTS
 from tests.families.outcomes import REFUSED, Outcome
@@ -250,6 +251,12 @@ def test_the_manifest_states_the_block_that_the_weight_was_quantized_with(conver
         shape = converted.source_tensors[weight.name].shape
         record = converted.manifest.weights[weight.name]
         assert record.block == expected_block(weight.rule.grid, shape), weight.name
+
+
+def test_every_family_reads_one_of_the_sample_checkpoints(outcomes: Outcomes) -> None:
+    checkpoints = [outcomes[name].plan.checkpoint for name in LAYOUTS]
+    for layout in FAMILIES:
+        assert any(layout(checkpoint) is not None for checkpoint in checkpoints), layout.__module__
 
 
 def test_look_up_tables_have_no_kernel_scale_for_that_reason(outcomes: Outcomes) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_prep import convert_checkpoint
-from deepinfer_prep.families import FAMILIES, read_layout
+from deepinfer_prep.families import read_layout
 from deepinfer_prep.families.protocol import Layout
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.kernel_scale import Absent
@@ -37,12 +37,6 @@ def plan_of(
 
 def pairs(plan: Plan) -> dict[str, str]:
     return {weight.quantized.weight: weight.quantized.scale for weight in plan.weights}
-
-
-def test_every_family_has_a_name_of_its_own() -> None:
-    names = [family.name for family in FAMILIES]
-    assert len(set(names)) == len(names)
-    assert all(family.__class__.__doc__ for family in FAMILIES)
 
 
 def test_a_checkpoint_without_anything_quantized_has_no_family(tmp_path: Path) -> None:
@@ -241,6 +235,30 @@ def test_compressed_tensors_states_exponents_by_format_or_dtype(tmp_path: Path, 
     assert (plan.refusals, plan.weights[0].quantized.block) == ((), (1, 32))
 
 
+def test_weights_of_fewer_than_eight_bits_are_counted_and_told(tmp_path: Path) -> None:
+    """Those alone that are copied: NVFP4's, whose scales are fp8 themselves, are refused instead."""
+    packed: Tensor = ("U8", (64, 32), 1)
+    tensors: dict[str, Tensor] = {
+        "a.weight_packed": packed,
+        "a.weight_scale": ("BF16", (64, 2), 1),
+        "b.weight_packed": packed,
+        "c.weight_packed": packed,
+        "c.weight_scale": ("F8_E4M3", (64, 4), 1),
+    }
+    plan = plan_of(tmp_path, tensors, quant_method="compressed-tensors", format="pack-quantized", config_groups={})
+    (told,) = [warning for warning in plan.warnings if "fewer than eight bits" in warning]
+    assert told.startswith("2 weights are stored in fewer than eight bits (pack-quantized), a.weight_packed among them")
+    plan = plan_of(tmp_path / "without", {"l.weight": ("BF16", (4, 4), 1)}, quant_method="compressed-tensors")
+    assert not any("fewer than eight bits" in warning for warning in plan.warnings)
+
+
+def test_a_vector_with_an_exponent_scale_is_converted_without_a_block(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {"l.weight": ("F8_E4M3", (64,), 1), "l.scale": ("F8_E8M0", (2,), 127)})
+    (weight,) = plan.weights
+    assert (plan.refusals, weight.quantized.block) == ((), None)
+    assert weight.quantized.block_problem == "the weight has the shape [64], which is not a matrix"
+
+
 def test_only_a_marker_of_one_or_two_elements_is_a_marker(tmp_path: Path) -> None:
     tensors: dict[str, Tensor] = {"x.weight": WEIGHT, "x.scale_weight": F32, "scaled_fp8": ("F8_E4M3", (2,), 0x7E)}
     assert plan_of(tmp_path / "a", tensors).refusals == ()
@@ -262,6 +280,9 @@ DISAGREEING: list[tuple[dict[str, Any], Tensor, str]] = [
         "blocks of 32x32 are stated and give a grid of [2, 2]",
     ),
     (compressed(strategy="group", group_size=32), ROWS_64, "blocks of 1x32 are stated and give a grid of [64, 2]"),
+    (compressed(strategy="group"), F32, "the config's strategy 'group' is not one of"),
+    (compressed(strategy="group", group_size=0), F32, "the config's strategy 'group' is not one of"),
+    (compressed(strategy="group", group_size=True), ROWS_64, "the config's strategy 'group' is not one of"),
     (compressed(strategy="spiral"), F32, "the config's strategy 'spiral' is not one of"),
     (compressed(strategy="block", block_structure=[0, 32]), GRID, "the config's strategy 'block' is not one of"),
     ({"quant_method": "compressed-tensors"}, F32, "the config does not say which of its schemes covers this weight"),
