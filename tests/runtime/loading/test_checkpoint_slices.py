@@ -267,6 +267,8 @@ def test_a_plain_tensor_has_no_scale(opened: PreparedCheckpoint) -> None:
         ((64, 64), Grid((64, 64), (1,)), Slice(columns=(1, 2)), Slice()),
         ((64, 64), Grid((1, 64), (64, 1)), Slice(rows=(3, 5), columns=(1, 2)), Slice(rows=(3, 5))),
         ((64, 64), Grid((1, 64), (64,)), Slice(rows=(3, 5), columns=(1, 2)), Slice(rows=(3, 5))),
+        ((8, 64, 64), Grid((64, 64), ()), Slice(experts=(2, 4)), Slice()),
+        ((8, 64, 64), Grid((64, 64), (1, 1, 1)), Slice(experts=(2, 4)), Slice()),
         ((8, 64, 64), Grid((64, 64), (8, 1, 1)), Slice(experts=(2, 4), rows=(1, 9)), Slice(experts=(2, 4))),
         ((8, 64, 64), Grid((64, 64), (8,)), Slice(experts=(2, 4), rows=(1, 9)), Slice(rows=(2, 4))),
         ((130, 64), Grid((128, 128), (2, 1)), Slice(rows=(128, 130)), Slice(rows=(1, 2))),
@@ -284,3 +286,9 @@ def test_scales_of_every_form_follow_their_weight(
 def test_a_scale_of_unknown_blocks_cannot_be_cut(grid: Grid) -> None:
     with pytest.raises(SliceError, match="nothing states how many rows share a scale value"):
         in_step(Slice(rows=(0, 32)), (64, 64), grid, "here")
+
+
+@pytest.mark.parametrize("grid", [Grid((32, 32), (2, 2)), Grid((64, 64), ()), Grid((1, 64), (64,))])
+def test_a_part_beyond_its_weight_has_no_scale(grid: Grid) -> None:
+    with pytest.raises(SliceError, match=r"rows 0 to 96 do not lie in the shape \[64, 64\]"):
+        in_step(Slice(rows=(0, 96)), (64, 64), grid, "here")

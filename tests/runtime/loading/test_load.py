@@ -363,6 +363,19 @@ def test_slices_of_one_rank(output: Path, expected: dict[str, torch.Tensor]) -> 
     assert same_bytes(attribute(model.proj.weight, "sf"), expected["proj.scale"][1:])
 
 
+def test_a_scale_that_is_a_parameter_follows_the_slice_of_its_weight(
+    output: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    with torch.device("meta"):
+        model = Model()
+        model.proj = Holder(weight=torch.zeros(40, 64, dtype=E4M3), scale=torch.zeros(2, 2, dtype=E8M0))
+    load_weights(
+        model, output, rename=rename, slices=lambda name: Slice(rows=(32, 72)) if name == "proj.weight" else None
+    )
+    assert same_bytes(model.proj.scale, expected["proj.scale"][1:])
+    assert attribute(model.proj.weight, "sf") is model.proj.scale
+
+
 def test_a_slice_through_a_block_is_one_of_the_refusals(output: Path) -> None:
     model = Model()
     model.proj = Holder(weight=torch.zeros(62, 64, dtype=E4M3))

@@ -12,7 +12,7 @@ from torch import nn
 
 from deepinfer_prep.errors import RefusedError
 from deepinfer_prep.runtime.fp8 import rescale_fp8_weights
-from deepinfer_prep.runtime.rescaling import address_space
+from deepinfer_prep.runtime.rescaling import address_space, byte_access
 from tests.runtime.models import Layer, assert_halved_once, codes_of, e8m0, every_code, fp8, frozen, layer, random_codes
 
 
@@ -94,6 +94,17 @@ def test_large_scale_of_a_weight_that_stays_is_fine(scale):
 def test_zero_scale_of_zero_weights_is_fine():
     model = layer(fp8(torch.tensor([[0x00, 0x80]], dtype=torch.uint8)), torch.zeros(1))
     assert rescale_fp8_weights(model) == 0
+
+
+def test_a_scale_of_which_only_the_first_pieces_are_zero_is_fine(monkeypatch):
+    monkeypatch.setattr(byte_access, "PIECE_BYTES", 4096)
+    scale = torch.zeros(2048)
+    scale[1500:] = 2.0
+    model = layer(fp8(random_codes(2048, 32)), scale.view(2048, 1))
+    before = codes_of(model.weight)
+    assert rescale_fp8_weights(model) == 1
+    assert_halved_once(before, model.weight)
+    assert scale.unique().tolist() == [0.0, 4.0]
 
 
 def test_fp8_scales_are_not_halved_as_weights():
