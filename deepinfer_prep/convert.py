@@ -17,8 +17,7 @@ from deepinfer_prep.errors import RefusedError, list_some
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.files.container import Location
 from deepinfer_prep.files.digests import SegmentDigests
-from deepinfer_prep.files.source_files import FileState
-from deepinfer_prep.files.storage import RangeWriter
+from deepinfer_prep.files.storage import FileState, Place, RangeWriter
 from deepinfer_prep.manifest import Counts, FileRecord, Manifest, WeightRecord
 from deepinfer_prep.naming import SIDECAR_INDEX
 from deepinfer_prep.options import Options
@@ -39,8 +38,8 @@ from deepinfer_prep.writing.workspace import Workspace
 class ConversionResult:
     """What a finished conversion did."""
 
-    source: Path
-    output: Path
+    source: Place
+    output: Place
     family: str
     files: int
     tensors: int

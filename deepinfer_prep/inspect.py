@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from deepinfer_prep.errors import Reason
 from deepinfer_prep.files.checkpoint import open_checkpoint
+from deepinfer_prep.files.storage import Place
 from deepinfer_prep.kernel_scale import Absent, PlannedWeight, describe
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import Plan, plan_conversion
@@ -49,7 +49,7 @@ class ScanResult:
 class Inspection:
     """What is known about a checkpoint before anything is converted."""
 
-    root: Path
+    root: Place
     family: str
     shards: int
     tensors: int
@@ -76,7 +76,7 @@ class Inspection:
 
 
 def inspect_checkpoint(
-    source: Path,
+    source: Place,
     *,
     options: Options | None = None,
     scan: bool = False,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from deepinfer_prep.errors import ManifestError
+from deepinfer_prep.files.storage import Place
 from deepinfer_prep.naming import MANIFEST_NAME
 from deepinfer_prep.quantized import Element
 
@@ -101,7 +101,7 @@ class Manifest:
         return json.dumps(data, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """Read the manifest of a finished output.
 
     Raises:
@@ -119,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(text, path)
 
 
-def parse_manifest(text: bytes, path: Path) -> Manifest:
+def parse_manifest(text: bytes, path: Place) -> Manifest:
     """Parse a manifest's text.
 
     Raises:

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from deepinfer_prep.checking.findings import Difference, Findings
 from deepinfer_prep.checking.records import compare_with_source
@@ -22,6 +21,7 @@ from deepinfer_prep.checking.structure import OpenOutput, check_output
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.files.segments import segments
+from deepinfer_prep.files.storage import FileState, Place
 from deepinfer_prep.manifest import Manifest, read_manifest
 from deepinfer_prep.naming import MANIFEST_NAME
 from deepinfer_prep.options import Options
@@ -33,8 +33,8 @@ from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback,
 class VerificationResult:
     """What was read and what was found; `differences` counts all, `first` describes the first of them."""
 
-    output: Path
-    source: Path | None
+    output: Place
+    source: Place | None
     family: str
     files: int
     tensors: int
@@ -54,9 +54,9 @@ class VerificationResult:
 
 
 def verify_checkpoint(
-    output: Path,
+    output: Place,
     *,
-    source: Path | None = None,
+    source: Place | None = None,
     workers: int | None = None,
     chunk_size: int = DEFAULT_CHUNK_BYTES,
     progress: ProgressCallback | None = None,
@@ -101,7 +101,7 @@ def verify_checkpoint(
     )
 
 
-def _plan_again(source: Path, manifest: Manifest) -> Plan:
+def _plan_again(source: Place, manifest: Manifest) -> Plan:
     """The plan of the conversion that the manifest describes."""
     try:
         options = Options.from_json(manifest.options)
@@ -149,7 +149,7 @@ def _segment_checks(opened: OpenOutput, manifest: Manifest, plan: Plan | None) -
     fp8_names = frozenset({*halved, *manifest.unscaled})
     for name, record in manifest.files.items():
         path = opened.folder / name
-        if not path.is_file() or path.stat().st_size != record.size:
+        if not path.is_file() or FileState.of(path).size != record.size:
             continue
         expected = planned.get(name)
         if expected is not None and expected.size != record.size:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import stringzilla
@@ -15,7 +15,7 @@ from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.files.checkpoint import Shard
 from deepinfer_prep.files.container import TensorInfo, tensor_position
-from deepinfer_prep.files.storage import RangeReader
+from deepinfer_prep.files.storage import Place, Reader, open_reader
 from deepinfer_prep.planning.plan import OutputFile
 from deepinfer_prep.quantized import DTYPES
 from deepinfer_prep.writing.output_bytes import output_chunks
@@ -26,7 +26,7 @@ class SegmentCheck:
     """Bytes start..end of an output file; `expected` recomputes them from the source, where there is one."""
 
     name: str
-    path: Path
+    path: Place
     start: int
     end: int
     digest: str
@@ -54,7 +54,7 @@ def check_segment(check: SegmentCheck, buffer: fp8.U8) -> SegmentFindings:
     """Read one segment and check it; half of the buffer holds the output's bytes, half the source's."""
     findings = SegmentFindings(check.nbytes)
     digest = xxhash.xxh3_128()
-    with RangeReader(check.path) as output:
+    with closing(open_reader(check.path)) as output:
         for offset, found, expected in _pairs(check, output, buffer, findings):
             digest.update(found.data)
             if expected is not None:
@@ -70,7 +70,7 @@ def check_segment(check: SegmentCheck, buffer: fp8.U8) -> SegmentFindings:
 
 
 def _pairs(
-    check: SegmentCheck, output: RangeReader, buffer: fp8.U8, findings: SegmentFindings
+    check: SegmentCheck, output: Reader, buffer: fp8.U8, findings: SegmentFindings
 ) -> Iterator[tuple[int, fp8.U8, fp8.U8 | None]]:
     """Chunks of the output by offset, each with the bytes that the source gives for it."""
     half = buffer.size // 2
@@ -78,7 +78,7 @@ def _pairs(
     position = check.start
     if check.expected is not None:
         try:
-            with RangeReader(check.expected.source) as source:
+            with closing(open_reader(check.expected.source)) as source:
                 for offset, expected in output_chunks(check.expected, source, check.start, check.end, scratch, None):
                     yield offset, _read(output, offset, actual[: expected.size]), expected
                     position = offset + expected.size
@@ -88,7 +88,7 @@ def _pairs(
         yield offset, _read(output, offset, actual[: min(half, check.end - offset)]), None
 
 
-def _read(file: RangeReader, offset: int, buffer: fp8.U8) -> fp8.U8:
+def _read(file: Reader, offset: int, buffer: fp8.U8) -> fp8.U8:
     file.read_into(buffer.data, offset)
     return buffer
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.errors import CheckpointError, ContainerError
 from deepinfer_prep.files.checkpoint import Shard, check_index, read_index, read_shard
 from deepinfer_prep.files.container import Location
+from deepinfer_prep.files.storage import FileState, Place
 from deepinfer_prep.manifest import Manifest
 from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, MARKER, SHARD_SUFFIX, SIDECAR_FOLDER, SIDECAR_INDEX
 from deepinfer_prep.quantized import Element
@@ -21,7 +21,7 @@ _WEIGHT_DTYPES: Mapping[Element, tuple[str, ...]] = {"e4m3": ("F8_E4M3",), "e2m1
 class OpenOutput:
     """The parts of an output that could be opened, by file name, and where each tensor lies."""
 
-    folder: Path
+    folder: Place
     shards: Mapping[str, Shard]
     sidecar: Mapping[str, Shard]
     main: Mapping[str, Location]
@@ -30,7 +30,7 @@ class OpenOutput:
     """Tensors of the sidecar."""
 
 
-def check_output(folder: Path, manifest: Manifest) -> tuple[OpenOutput, list[Difference]]:
+def check_output(folder: Place, manifest: Manifest) -> tuple[OpenOutput, list[Difference]]:
     """Open every file that the manifest names and compare what headers and indexes say."""
     differences = [*_check_files(folder, manifest), *_check_foreign(folder, manifest)]
     shards = _open(folder, manifest.shards, differences)
@@ -42,16 +42,16 @@ def check_output(folder: Path, manifest: Manifest) -> tuple[OpenOutput, list[Dif
     return output, differences
 
 
-def _check_files(folder: Path, manifest: Manifest) -> Iterator[Difference]:
+def _check_files(folder: Place, manifest: Manifest) -> Iterator[Difference]:
     for name, record in manifest.files.items():
         path = folder / name
         if not path.is_file():
             yield Difference(name, "the manifest names this file, but it is missing")
-        elif path.stat().st_size != record.size:
-            yield Difference(name, f"expected {record.size:,} bytes, found {path.stat().st_size:,}")
+        elif FileState.of(path).size != record.size:
+            yield Difference(name, f"expected {record.size:,} bytes, found {FileState.of(path).size:,}")
 
 
-def _check_foreign(folder: Path, manifest: Manifest) -> Iterator[Difference]:
+def _check_foreign(folder: Place, manifest: Manifest) -> Iterator[Difference]:
     inside = folder / SIDECAR_FOLDER
     for entry in sorted([*folder.iterdir(), *(inside.iterdir() if inside.is_dir() else ())]):
         name = str(entry.relative_to(folder))
@@ -59,7 +59,7 @@ def _check_foreign(folder: Path, manifest: Manifest) -> Iterator[Difference]:
             yield Difference(name, "the manifest does not name this file, but a loader may read it")
 
 
-def _open(folder: Path, names: tuple[str, ...], differences: list[Difference]) -> dict[str, Shard]:
+def _open(folder: Place, names: tuple[str, ...], differences: list[Difference]) -> dict[str, Shard]:
     opened = {}
     for name in names:
         if not (folder / name).is_file():

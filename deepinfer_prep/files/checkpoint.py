@@ -9,12 +9,12 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from deepinfer_prep.errors import CheckpointError, list_some
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
-from deepinfer_prep.files.source_files import FileState, OtherFile, check_is_text, exists, find_others
+from deepinfer_prep.files.source_files import OtherFile, check_is_text, exists, find_others
+from deepinfer_prep.files.storage import FileState, Place
 from deepinfer_prep.naming import INDEX_SUFFIX, PREFERRED_INDEX, SHARD_SUFFIX, WORKSPACE_NAME
 
 # Multimodal models nest the language model's config; old compressed-tensors releases wrote another key.
@@ -28,7 +28,7 @@ class Shard:
     """One safetensors file of the checkpoint."""
 
     name: str
-    path: Path
+    path: Place
     state: FileState
     header: Header
 
@@ -37,7 +37,7 @@ class Shard:
 class Checkpoint:
     """All that headers and JSON files say about a checkpoint."""
 
-    root: Path
+    root: Place
     shards: tuple[Shard, ...]
     tensors: Mapping[str, TensorInfo]
     """Every tensor by name; the offsets are those in its own shard."""
@@ -62,7 +62,7 @@ class Checkpoint:
         return f"{self.shards[self.shard_of[tensor]].path}: tensor {tensor!r}"
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Place) -> Checkpoint:
     """Read the headers of a checkpoint: a folder, or one .safetensors file with the config.json beside it.
 
     Raises:
@@ -96,7 +96,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _assemble(
-    root: Path, shards: list[Shard], config: Mapping[str, Any], others: tuple[OtherFile, ...], warnings: list[str]
+    root: Place, shards: list[Shard], config: Mapping[str, Any], others: tuple[OtherFile, ...], warnings: list[str]
 ) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     shard_of: dict[str, int] = {}
@@ -114,13 +114,13 @@ def _assemble(
     return Checkpoint(root, tuple(shards), tensors, shard_of, config, others, tuple(warnings))
 
 
-def read_shard(path: Path) -> Shard:
+def read_shard(path: Place) -> Shard:
     """Read the header of one shard; errors as `read_header`."""
     state = FileState.of(path)
     return Shard(path.name, path, state, read_header(path))
 
 
-def _find_index(folder: Path) -> str | None:
+def _find_index(folder: Place) -> str | None:
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(INDEX_SUFFIX) and entry.is_file())
     if PREFERRED_INDEX in names:
         return PREFERRED_INDEX
@@ -133,7 +133,7 @@ def _find_index(folder: Path) -> str | None:
     return names[0] if names else None
 
 
-def read_index(path: Path) -> Mapping[str, str]:
+def read_index(path: Place) -> Mapping[str, str]:
     """The weight map of an index: tensor name -> file name, plain names only.
 
     Raises:
@@ -154,7 +154,7 @@ def read_index(path: Path) -> Mapping[str, str]:
     return weight_map
 
 
-def _shard_names(folder: Path, weight_map: Mapping[str, str] | None) -> list[str]:
+def _shard_names(folder: Place, weight_map: Mapping[str, str] | None) -> list[str]:
     if weight_map is None:
         names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(SHARD_SUFFIX))
         if not names:
@@ -180,7 +180,7 @@ def _tensors(count: int) -> str:
     return f"{count:,} tensor" + ("" if count == 1 else "s")
 
 
-def check_index(path: Path, weight_map: Mapping[str, str], shards: Iterable[Shard]) -> None:
+def check_index(path: Place, weight_map: Mapping[str, str], shards: Iterable[Shard]) -> None:
     """Compare an index with the headers of its shards.
 
     Raises:
@@ -207,7 +207,7 @@ def _first(names: list[str], shard_of: Mapping[str, str]) -> str:
     return list_some(names, _MOST_NAMES, lambda name: f"{name!r} ({shard_of[name]})")
 
 
-def _check_total_size(path: Path, shards: list[Shard]) -> list[str]:
+def _check_total_size(path: Place, shards: list[Shard]) -> list[str]:
     metadata = _read_json(path).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = sum(shard.header.data_size for shard in shards)
@@ -219,12 +219,12 @@ def _check_total_size(path: Path, shards: list[Shard]) -> list[str]:
     ]
 
 
-def _read_config(folder: Path) -> Mapping[str, Any]:
+def _read_config(folder: Place) -> Mapping[str, Any]:
     path = folder / "config.json"
     return _read_json(path) if path.exists() else {}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Place) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -11,9 +11,9 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from json.encoder import encode_basestring
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ import xxhash
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ContainerError
-from deepinfer_prep.files.storage import RangeReader, Readers
+from deepinfer_prep.files.storage import Place, Reader, Readers, open_reader
 from deepinfer_prep.quantized import DTYPES
 
 MAX_HEADER_BYTES = 100_000_000
@@ -80,7 +80,7 @@ class Header:
 class Location:
     """Where a tensor's bytes lie: a file, the offset of its data section, and the tensor's own offsets."""
 
-    path: Path
+    path: Place
     data_start: int
     tensor: TensorInfo
 
@@ -96,14 +96,14 @@ def read_stored(location: Location, start: int, stop: int, readers: Readers) -> 
     return buffer
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Place) -> Header:
     """Read and validate the header of a safetensors file; tensor data is not touched.
 
     Raises:
         ContainerError: the file breaks a rule of the format; the message names it and the rule.
         OSError: it cannot be opened or read.
     """
-    with RangeReader(path) as file:
+    with closing(open_reader(path)) as file:
         size = file.size()
         text = _read_header_text(file, size)
     return parse_header(text, size, str(path))
@@ -145,10 +145,10 @@ def _encode_metadata(metadata: Mapping[str, str]) -> str:
     return json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)
 
 
-def _read_header_text(file: RangeReader, size: int) -> bytearray:
+def _read_header_text(file: Reader, size: int) -> bytearray:
     if size < PREFIX_BYTES:
         raise ContainerError(
-            f"{file.path} is {size} bytes long, too short for a safetensors file: the download is not complete. "
+            f"{file.place} is {size} bytes long, too short for a safetensors file: the download is not complete. "
             "Fetch it again.",
             code="truncated-file",
         )
@@ -156,7 +156,7 @@ def _read_header_text(file: RangeReader, size: int) -> bytearray:
     file.read_into(memoryview(prefix), 0)
     length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     if not 0 < length <= min(size - PREFIX_BYTES, MAX_HEADER_BYTES):
-        raise ContainerError(f"{file.path} {_explain_bad_length(bytes(prefix), length, size)}")
+        raise ContainerError(f"{file.place} {_explain_bad_length(bytes(prefix), length, size)}")
     text = bytearray(length)
     file.read_into(memoryview(text), PREFIX_BYTES)
     return text

@@ -6,7 +6,7 @@ import xxhash
 
 from deepinfer_prep import fp8
 from deepinfer_prep.files import segments
-from deepinfer_prep.files.storage import RangeReader, RangeWriter
+from deepinfer_prep.files.storage import RangeWriter, Reader
 
 
 class SegmentDigests:
@@ -36,7 +36,7 @@ class SegmentDigests:
         return (*self._finished, self._current.hexdigest())
 
 
-def digest_range(file: RangeReader | RangeWriter, start: int, end: int, buffer: fp8.U8) -> str:
+def digest_range(file: Reader | RangeWriter, start: int, end: int, buffer: fp8.U8) -> str:
     """The digest of bytes start..end of a file, in hex.
 
     Raises:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import errno
-import os
-import stat
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepinfer_prep.errors import CheckpointError
 from deepinfer_prep.files.container import LFS_START
+from deepinfer_prep.files.storage import FileState, Place, open_reader
 from deepinfer_prep.naming import DISCARDED_NAME, SHARD_SUFFIX, WORKSPACE_NAME
 
 _SKIPPED = frozenset({".cache", ".git", ".huggingface", "__pycache__", WORKSPACE_NAME, DISCARDED_NAME})
@@ -22,34 +22,18 @@ _OTHER_WEIGHT_SUFFIXES = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgp
 
 
 @dataclass(frozen=True, slots=True)
-class FileState:
-    """What tells whether a file is still the one that was planned with."""
-
-    size: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, path: Path) -> FileState:
-        """The state of a file now; links are followed."""
-        return cls.from_status(path.stat())
-
-    @classmethod
-    def from_status(cls, status: os.stat_result) -> FileState:
-        """The state that the file system tells."""
-        return cls(status.st_size, status.st_mtime_ns)
-
-
-@dataclass(frozen=True, slots=True)
 class OtherFile:
     """A file that is copied as it is; `name` is its path relative to the checkpoint."""
 
     name: str
-    path: Path
+    path: Place
     state: FileState
 
 
-def exists(path: Path) -> bool:
+def exists(path: Place) -> bool:
     """Whether a path leads to something; False as well for a name that no file can have."""
+    if not isinstance(path, Path):
+        return path.exists()
     try:
         path.stat()
     except ValueError:
@@ -61,7 +45,7 @@ def exists(path: Path) -> bool:
     return True
 
 
-def find_others(folder: Path, shard_names: set[str]) -> tuple[tuple[OtherFile, ...], list[str]]:
+def find_others(folder: Place, shard_names: set[str]) -> tuple[tuple[OtherFile, ...], list[str]]:
     others: list[OtherFile] = []
     left_out: list[str] = []
     for name, path in _walk(folder, "", frozenset({folder.resolve()})):
@@ -73,14 +57,14 @@ def find_others(folder: Path, shard_names: set[str]) -> tuple[tuple[OtherFile, .
             raise CheckpointError(
                 f"{path} is a link to a file that is not there. Fetch it again, or remove the link.", code="broken-link"
             )
-        if name.endswith((SHARD_SUFFIX, *_PARTIAL_SUFFIXES)) or not stat.S_ISREG(path.stat().st_mode):
+        if name.endswith((SHARD_SUFFIX, *_PARTIAL_SUFFIXES)) or not path.is_file():
             left_out.append(name)
         else:
             others.append(OtherFile(name, path, FileState.of(path)))
     return tuple(others), _other_warnings(others, left_out)
 
 
-def check_is_text(name: str, folder: Path) -> None:
+def check_is_text(name: str, folder: Place) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -91,7 +75,7 @@ def check_is_text(name: str, folder: Path) -> None:
         ) from None
 
 
-def _check_no_download_goes_on(name: str, folder: Path, shard_names: set[str]) -> None:
+def _check_no_download_goes_on(name: str, folder: Place, shard_names: set[str]) -> None:
     unfinished = name.removesuffix(_CONTROL_FILE_SUFFIX)
     if unfinished in shard_names - {name}:
         raise CheckpointError(
@@ -101,26 +85,26 @@ def _check_no_download_goes_on(name: str, folder: Path, shard_names: set[str]) -
         )
 
 
-def _walk(folder: Path, prefix: str, above: frozenset[Path], linked: bool = False) -> Iterator[tuple[str, Path]]:
+def _walk(folder: Place, prefix: str, above: frozenset[Place], linked: bool = False) -> Iterator[tuple[str, Place]]:
     """Files below a folder, by relative name; links to folders are followed unless they lead upwards."""
     if len(above) > _DEEPEST_FOLDER:
         raise CheckpointError(
             f"{folder} lies more than {_DEEPEST_FOLDER} folders deep. Move it out of the checkpoint.", code="too-deep"
         )
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        path = folder / entry.name
-        if entry.name in _SKIPPED:
+    paths: list[Place] = sorted(folder.iterdir(), key=lambda path: path.name)
+    for path in paths:
+        if path.name in _SKIPPED:
             continue
         if not path.is_dir():
-            yield prefix + entry.name, path
+            yield prefix + path.name, path
         elif path.resolve() not in above:
-            if linked and entry.is_symlink():
+            if linked and path.is_symlink():
                 raise CheckpointError(
                     f"{path} is a link to a folder inside a linked folder: a few of these can multiply to millions of "
                     "files. Replace one of the links by the folder itself.",
                     code="link-in-link",
                 )
-            yield from _walk(path, f"{prefix}{entry.name}/", above | {path.resolve()}, linked or entry.is_symlink())
+            yield from _walk(path, f"{prefix}{path.name}/", above | {path.resolve()}, linked or path.is_symlink())
 
 
 def _other_warnings(others: list[OtherFile], left_out: list[str]) -> list[str]:
@@ -144,8 +128,10 @@ def _other_warnings(others: list[OtherFile], left_out: list[str]) -> list[str]:
 def _is_lfs_pointer(other: OtherFile) -> bool:
     if not len(LFS_START) < other.state.size < _LARGEST_LFS_POINTER:
         return False
-    with other.path.open("rb") as file:
-        return file.read(len(LFS_START)) == LFS_START
+    start = bytearray(len(LFS_START))
+    with closing(open_reader(other.path)) as file:
+        file.read_into(memoryview(start), 0)
+    return start == LFS_START
 
 
 def _why_left_out(name: str) -> str:

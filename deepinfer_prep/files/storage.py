@@ -1,7 +1,7 @@
-"""Ranged reads and writes of files: the one door between this package and where bytes lie.
+"""The one door to bytes: places, their state, ranged reads, and ranged writes of local files.
 
-Everything above reads and writes (offset, buffer) pairs through these classes, so another store needs
-only ranged reads and ranged writes to take their place.
+Everything above reads through `open_reader`, which knows local files by their `Path`; whatever else holds bytes is a
+`StoredPlace` and brings its own reader.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from deepinfer_prep.errors import PrepError
 
@@ -28,11 +31,140 @@ _MAP_NORESERVE = 0x4000
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What tells whether a file is still the one that was planned with."""
+
+    size: int
+    modified_ns: int
+    """Of a local file; 0 elsewhere."""
+    version: str = ""
+    """What a store calls this very content, such as an ETag; empty for local files."""
+
+    @classmethod
+    def of(cls, place: Place) -> FileState:
+        """The state of a file now; links are followed.
+
+        Raises:
+            PrepError, OSError: there is no such file, or it cannot be reached.
+        """
+        return cls.from_status(place.stat()) if isinstance(place, Path) else place.state()
+
+    @classmethod
+    def from_status(cls, status: os.stat_result) -> FileState:
+        """The state that the file system tells."""
+        return cls(status.st_size, status.st_mtime_ns)
+
+    @property
+    def marks(self) -> tuple[int | str, ...]:
+        """The state as plain values for a journal."""
+        return (self.size, self.version) if self.version else (self.size, self.modified_ns)
+
+
+class Reader(Protocol):
+    """Reads byte ranges of one file into buffers that the caller owns; for one thread at a time."""
+
+    @property
+    def place(self) -> Place:
+        """Where the file lies, for messages."""
+
+    def size(self) -> int:
+        """The file's size in bytes."""
+
+    def state(self) -> FileState:
+        """The state of the file that is open."""
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset`.
+
+        Raises:
+            PrepError: the file ends before the buffer is full, or changed since it was first seen.
+            OSError: the read failed.
+        """
+
+    def expect(self, start: int, end: int) -> None:
+        """Say that bytes start..end are read next, in order: where every request takes long, one fetches them all."""
+
+    def close(self) -> None:
+        """Close the file; later calls do nothing."""
+
+
+class StoredPlace(ABC):
+    """A file or folder that is not local; it has the part of `Path`'s interface that this package uses to read."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The last part of its path."""
+
+    @property
+    @abstractmethod
+    def parent(self) -> StoredPlace:
+        """The folder that holds it."""
+
+    @abstractmethod
+    def __truediv__(self, name: str) -> StoredPlace:
+        """A place below this one."""
+
+    @abstractmethod
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+
+    @abstractmethod
+    def is_dir(self) -> bool:
+        """Whether it is a folder."""
+
+    @abstractmethod
+    def iterdir(self) -> Iterable[StoredPlace]:
+        """The files and folders right below it."""
+
+    @abstractmethod
+    def read_bytes(self) -> bytes:
+        """All of a small file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+
+    @abstractmethod
+    def state(self) -> FileState:
+        """The state of the file now."""
+
+    @abstractmethod
+    def open_reader(self) -> Reader:
+        """Open the file for ranged reads."""
+
+    def exists(self) -> bool:
+        """Whether there is such a file or folder."""
+        return self.is_file() or self.is_dir()
+
+    def is_symlink(self) -> bool:
+        """No store has links."""
+        return False
+
+    def resolve(self) -> StoredPlace:
+        """Itself, as no store has links."""
+        return self
+
+
+Place = Path | StoredPlace
+"""Where a file or folder lies."""
+
+
+def open_reader(place: Place) -> Reader:
+    """Open a file for ranged reads.
+
+    Raises:
+        PrepError, OSError: it cannot be opened.
+    """
+    return RangeReader(place) if isinstance(place, Path) else place.open_reader()
+
+
 class _RangedFile:
     """A file that closes itself and can be read; subclasses say how it is opened. Every OSError names the file."""
 
     def __init__(self, path: Path, flags: int) -> None:
-        self.path = path
+        self.place = path
         self._fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def close(self) -> None:
@@ -43,17 +175,21 @@ class _RangedFile:
         """
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            with _named(self.path):
+            with _named(self.place):
                 os.close(fd)
 
     def status(self) -> os.stat_result:
         """Size, times and the rest of what the file system says of the open file."""
-        with _named(self.path):
+        with _named(self.place):
             return os.fstat(self._fd)
 
     def size(self) -> int:
         """The file's size in bytes."""
         return self.status().st_size
+
+    def state(self) -> FileState:
+        """The state of the open file."""
+        return FileState.from_status(self.status())
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset`.
@@ -64,11 +200,11 @@ class _RangedFile:
         """
         done = 0
         while done < len(buffer):
-            with _named(self.path):
+            with _named(self.place):
                 count = os.preadv(self._fd, [buffer[done:]], offset + done)
             if count == 0:
                 raise PrepError(
-                    f"{self.path} ends at byte {offset + done:,} where {len(buffer) - done:,} more bytes were "
+                    f"{self.place} ends at byte {offset + done:,} where {len(buffer) - done:,} more bytes were "
                     "expected: it was cut while it was being read. Check that nothing else writes to it.",
                     code="file-cut",
                 )
@@ -100,6 +236,9 @@ class RangeReader(_RangedFile):
             )
         super().__init__(path, os.O_RDONLY)
 
+    def expect(self, start: int, end: int) -> None:
+        """Nothing: the kernel reads ahead by itself."""
+
     def read_scattered(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill buffers (`MOST_BUFFERS` at most) from consecutive bytes, in one call where possible.
 
@@ -107,7 +246,7 @@ class RangeReader(_RangedFile):
             PrepError: the file ends before the last buffer is full.
             OSError: the read failed.
         """
-        with _named(self.path):
+        with _named(self.place):
             done = os.preadv(self._fd, buffers, offset)
         position = 0
         for buffer in buffers:
@@ -128,7 +267,7 @@ class RangeReader(_RangedFile):
         """
         # Private pages of a file that is larger than memory are refused unless nothing is reserved for them.
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-        with _named(self.path):
+        with _named(self.place):
             return mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
@@ -139,17 +278,17 @@ class Readers:
     """
 
     def __init__(self) -> None:
-        self._last: RangeReader | None = None
+        self._last: Reader | None = None
 
-    def get(self, path: Path) -> RangeReader:
+    def get(self, place: Place) -> Reader:
         """The reader of a file; the one of another file, which an earlier call returned, is closed.
 
         Raises:
-            PrepError, OSError: as `RangeReader`.
+            PrepError, OSError: as `open_reader`.
         """
-        if self._last is None or self._last.path != path:
+        if self._last is None or self._last.place != place:
             self.close()
-            self._last = RangeReader(path)
+            self._last = open_reader(place)
         return self._last
 
     def close(self) -> None:
@@ -171,7 +310,7 @@ class RangeWriter(_RangedFile):
         Raises:
             OSError: the size is above a limit.
         """
-        with _named(self.path):
+        with _named(self.place):
             os.ftruncate(self._fd, size)
 
     def allocate(self, size: int) -> None:
@@ -190,7 +329,7 @@ class RangeWriter(_RangedFile):
             OSError: no space is left.
         """
         if start < end:
-            with _named(self.path):
+            with _named(self.place):
                 reserve_blocks(self._fd, start, end - start)
 
     def write_from(self, buffer: memoryview, offset: int) -> None:
@@ -201,7 +340,7 @@ class RangeWriter(_RangedFile):
         """
         done = 0
         while done < len(buffer):
-            with _named(self.path):
+            with _named(self.place):
                 count = os.pwrite(self._fd, buffer[done:], offset + done)
                 if count == 0:
                     raise OSError(errno.EIO, "the file system took none of the bytes written to it")
@@ -213,7 +352,7 @@ class RangeWriter(_RangedFile):
         Raises:
             OSError: the file system reported a failed write, of this or of an earlier call.
         """
-        with _named(self.path):
+        with _named(self.place):
             os.fdatasync(self._fd)
 
 
@@ -236,7 +375,7 @@ class DirectWriter(RangeWriter):
         direct, self._direct = self._direct, -1
         try:
             if direct >= 0:
-                with _named(self.path):
+                with _named(self.place):
                     os.close(direct)
         finally:
             super().close()
@@ -259,7 +398,7 @@ class DirectWriter(RangeWriter):
         done = 0
         while done < len(blocks):
             try:
-                with _named(self.path):
+                with _named(self.place):
                     count = os.pwrite(self._direct, blocks[done:], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import xxhash
 
@@ -19,7 +18,8 @@ from deepinfer_prep.errors import Reason
 from deepinfer_prep.families import Layout, read_layout
 from deepinfer_prep.files.checkpoint import Checkpoint, Shard
 from deepinfer_prep.files.container import TensorInfo, encode_header
-from deepinfer_prep.files.source_files import FileState, OtherFile
+from deepinfer_prep.files.source_files import OtherFile
+from deepinfer_prep.files.storage import FileState, Place
 from deepinfer_prep.kernel_scale import Derived, PlannedWeight, plan_weight
 from deepinfer_prep.naming import MARKER, MAX_MARKER
 from deepinfer_prep.options import Options
@@ -65,7 +65,7 @@ class OutputFile:
     """
 
     name: str
-    source: Path
+    source: Place
     state: FileState
     header: bytes
     source_start: int

@@ -15,7 +15,7 @@ from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.files.container import TensorInfo, tensor_position
 from deepinfer_prep.files.segments import SLACK_BYTES
-from deepinfer_prep.files.storage import DIRECT_BYTES, RangeReader
+from deepinfer_prep.files.storage import DIRECT_BYTES, Reader
 from deepinfer_prep.planning.plan import Operation, OutputFile, Run
 from deepinfer_prep.quantized import DTYPES
 
@@ -35,7 +35,7 @@ class Tally:
 
 
 def output_chunks(
-    file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally | None
+    file: OutputFile, source: Reader, start: int, end: int, buffer: fp8.U8, tally: Tally | None
 ) -> Iterator[tuple[int, fp8.U8]]:
     """Yield (offset, bytes) pieces that tile start..end of the output file; count into `tally` if there is one.
 
@@ -64,7 +64,7 @@ def describe_element(file: OutputFile, offset: int) -> str:
     return f"{file.source}: tensor {tensor.name!r}: element {element:,}"
 
 
-def _fill(file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally | None) -> fp8.U8:
+def _fill(file: OutputFile, source: Reader, start: int, end: int, buffer: fp8.U8, tally: Tally | None) -> fp8.U8:
     """Bytes start..end of the output file, put together at byte `DIRECT_BYTES` of the buffer."""
     header = np.frombuffer(file.header, dtype=np.uint8)[start:end]
     buffer[DIRECT_BYTES : DIRECT_BYTES + header.size] = header
@@ -74,9 +74,7 @@ def _fill(file: OutputFile, source: RangeReader, start: int, end: int, buffer: f
     return buffer[DIRECT_BYTES : DIRECT_BYTES + end - start]
 
 
-def _transform(
-    file: OutputFile, source: RangeReader, start: int, end: int, buffer: fp8.U8, tally: Tally | None
-) -> None:
+def _transform(file: OutputFile, source: Reader, start: int, end: int, buffer: fp8.U8, tally: Tally | None) -> None:
     """Compute bytes start..end of the data section at byte `SLACK_BYTES` of the buffer."""
     first = bisect_right(file.runs, start, key=lambda run: run.start) - 1
     low = start - (start - file.runs[first].start) % file.runs[first].element_bytes

@@ -15,8 +15,7 @@ from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.files.digests import digest_range
 from deepinfer_prep.files.segments import segments
-from deepinfer_prep.files.source_files import FileState
-from deepinfer_prep.files.storage import DirectWriter, RangeReader, RangeWriter
+from deepinfer_prep.files.storage import DirectWriter, FileState, RangeWriter, open_reader
 from deepinfer_prep.planning.plan import OutputFile
 from deepinfer_prep.workers import Meter, interleave, run_parallel
 from deepinfer_prep.writing.journal import Journal, SegmentDone
@@ -137,11 +136,11 @@ class Execution:
             return _Finished(segment, segment.earlier, True)
         writer.reserve(segment.start, segment.end)
         tally, digest = Tally(), xxhash.xxh3_128()
-        with RangeReader(segment.file.source) as source:
+        with closing(open_reader(segment.file.source)) as source:
             for offset, chunk in output_chunks(segment.file, source, segment.start, segment.end, buffer, tally):
                 digest.update(chunk.data)
                 writer.write_from(chunk.data, offset)
-            check_unchanged(segment.file, FileState.from_status(source.status()))
+            check_unchanged(segment.file, source.state())
         done = SegmentDone(segment.file.name, segment.number, digest.hexdigest(), tally)
         return _Finished(segment, done, False)
 

@@ -11,7 +11,7 @@ import pytest
 
 from deepinfer_prep.errors import ContainerError, PrepError
 from deepinfer_prep.files.checkpoint import open_checkpoint
-from deepinfer_prep.files.source_files import FileState
+from deepinfer_prep.files.storage import FileState
 from tests.raises import raises_code
 from tests.small_files import SCALE, WEIGHT, write_config, write_file, write_index
 

@@ -50,7 +50,7 @@ class Batch:
             view = self._view(tensor, tensor.start, tensor.shape)
             if view is not None:
                 return view
-        layout, where = tensor.layout, f"{self._files[tensor.file].path}: tensor {tensor.name!r}"
+        layout, where = tensor.layout, f"{self._files[tensor.file].place}: tensor {tensor.name!r}"
         bounds = bounds_of(part, tensor.shape, where)
         shape = shape_of(bounds)
         if out is None:

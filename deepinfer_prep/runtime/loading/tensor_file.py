@@ -110,7 +110,7 @@ class TensorFile(RangeReader):
 
     def _unreadable(self, start: int, end: int, reason: str) -> str:
         return (
-            f"{self.path}: bytes {start:,} to {end:,} cannot be read ({reason}): the file was changed while it was "
+            f"{self.place}: bytes {start:,} to {end:,} cannot be read ({reason}): the file was changed while it was "
             "open, or its disk has a fault. `deepinfer-prep verify` tells what is wrong with the folder."
         )
 
