@@ -85,3 +85,29 @@ class NeuronUnavailableError(PrepError):
     """A Neuron package is absent, or is the empty placeholder that raises on import."""
 
     code = "no-neuron-package"
+
+
+class LegalizationError(PrepError):
+    """A graph holds something that has no exact byte form.
+
+    `operation` names it as the user wrote it, `where` is the line of user code that it comes from.
+    """
+
+    code = "not-compilable"
+
+    def __init__(self, operation: str, where: str, reason: str) -> None:
+        self.operation = operation
+        self.where = where
+        super().__init__(f"{operation} cannot be compiled: {reason}\n  at {where}")
+
+
+class BackendOptionError(PrepError):
+    """An option of torch.compile, or the environment variable behind it, is not one that exists."""
+
+    code = "bad-backend-option"
+
+
+class LeftoverFp8Error(PrepError):
+    """The checker found an fp8 dtype in a graph that had been legalized: a defect of this package."""
+
+    code = "fp8-left-over"

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+
 from deepinfer_prep.kernels import reference
 
 ALL_BYTES = np.arange(256, dtype=np.uint8)

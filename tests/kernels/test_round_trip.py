@@ -19,6 +19,7 @@ with installed():
     import nki
     import nki.isa as nisa
     import nki.language as nl
+
     from deepinfer_prep.kernels import load_x
 
 BF16 = [code for code in range(1 << 16) if code & 0x7FFF < 0x7F00]

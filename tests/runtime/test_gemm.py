@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deepinfer_prep.kernels import reference
 
 from deepinfer_prep.errors import PrepError
+from deepinfer_prep.kernels import reference
 from deepinfer_prep.runtime import gemm
 from tests.runtime.fake_neuron import FakeNeuron
 from tests.runtime.models import Layer, e8m0, fp8, random_codes

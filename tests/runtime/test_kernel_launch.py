@@ -10,9 +10,9 @@ from typing import Any
 import nki_emulator
 import pytest
 import torch
-from deepinfer_prep.kernels import reference
 
 from deepinfer_prep.errors import NeuronUnavailableError
+from deepinfer_prep.kernels import reference
 from deepinfer_prep.runtime import gemm, kernel_launch, neuron
 from tests.runtime.fake_neuron import FakeNeuron
 from tests.runtime.models import Layer, fp8, random_codes

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from deepinfer_prep.kernels import reference
 from torch import nn
 
 from deepinfer_prep.errors import PrepError, RefusedError
 from deepinfer_prep.fp8 import NoExactResultError
+from deepinfer_prep.kernels import reference
 from deepinfer_prep.runtime import mhc, neuron
 from tests.runtime.fake_neuron import FakeNeuron
 from tests.runtime.models import frozen

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 import torch
-from deepinfer_prep.kernels import reference
 from torch import nn
 
 from deepinfer_prep.errors import RefusedError
+from deepinfer_prep.kernels import reference
 from deepinfer_prep.runtime import gemm, rescale_fp8_weights
 from tests.runtime.models import Layer, codes_of, e8m0, every_code, fp8, frozen, random_codes
 

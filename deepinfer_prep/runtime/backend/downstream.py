@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from deepinfer_prep.errors import NeuronUnavailableError
+from deepinfer_prep.errors import BackendOptionError, NeuronUnavailableError
 from deepinfer_prep.runtime.backend.debug import DUMP_DIR
-from deepinfer_prep.runtime.backend.errors import BackendOptionError
 
 BASE_BACKEND = "DEEPINFER_NEURON_BASE_BACKEND"
 _OWN_OPTIONS = ("base_backend", "dump_dir")

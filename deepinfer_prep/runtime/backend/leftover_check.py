@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from deepinfer_prep.runtime.backend.errors import LeftoverFp8Error
+from deepinfer_prep.errors import LeftoverFp8Error
 from deepinfer_prep.runtime.backend.node_values import holds_carried, operation_name, refused_reason, user_line
 from deepinfer_prep.runtime.backend.subgraphs import attribute, graph_modules
 

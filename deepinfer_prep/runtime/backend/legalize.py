@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from deepinfer_prep.runtime.backend.byte_formats import carried
+from deepinfer_prep.runtime.backend.emitter import Emitter
 from deepinfer_prep.runtime.backend.handlers.constructors import is_constructor, replace_constructor
 from deepinfer_prep.runtime.backend.handlers.kernel_launches import adopt_kernel
 from deepinfer_prep.runtime.backend.node_values import (
@@ -107,10 +108,11 @@ def _visit_call(scope: Scope, node: Node) -> None:
     _require_plain_tensors(node)
     if node.op == "call_module" and list(scope.module.get_submodule(str(node.target)).state_dict()):
         raise refuse(node, "a module that holds tensors meets an fp8 value; " + _INLINE)
-    rewriter = Rewriter(scope, node)
-    carriers = rewriter.tree_of(rewriter.replay())
+    emitter = Emitter(scope, node)
+    rewriter = Rewriter(emitter)
+    carriers = emitter.tree_of(rewriter.replay())
     if opaque and not rewriter.touched:
-        rewriter.retract()
+        emitter.retract()
         scope.adopt(node)
     else:
         scope.replace(node, carriers)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from deepinfer_prep.errors import LegalizationError
 from deepinfer_prep.runtime.backend.byte_formats import REFUSED, carried
-from deepinfer_prep.runtime.backend.errors import LegalizationError
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 

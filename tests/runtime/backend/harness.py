@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils import _pytree as pytree
 
-from deepinfer_prep.runtime.backend.errors import LegalizationError
+from deepinfer_prep.errors import LegalizationError
 
 F8 = torch.float8_e4m3fn
 E8 = torch.float8_e8m0fnu

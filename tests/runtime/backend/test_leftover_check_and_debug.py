@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Graph, GraphModule
 
+from deepinfer_prep.errors import LeftoverFp8Error
 from deepinfer_prep.runtime.backend import compile as compile_module
-from deepinfer_prep.runtime.backend.errors import LeftoverFp8Error
 from deepinfer_prep.runtime.backend.leftover_check import check
 from tests.runtime.backend.harness import E8, F8, assert_same, fp8, run_compiled
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.exc import BackendCompilerFailed
 
-from deepinfer_prep.runtime.backend.errors import LegalizationError
+from deepinfer_prep.errors import LegalizationError
 from tests.runtime.backend.harness import assert_same
 from tests.runtime.backend.programs import STATEMENTS, Draw, arguments, grow
 

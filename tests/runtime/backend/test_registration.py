@@ -17,8 +17,7 @@ from torch._dynamo.backends import registry
 from torch._dynamo.exc import BackendCompilerFailed
 
 import deepinfer_prep
-from deepinfer_prep.errors import NeuronUnavailableError
-from deepinfer_prep.runtime.backend.errors import BackendOptionError
+from deepinfer_prep.errors import BackendOptionError, NeuronUnavailableError
 from tests.runtime.backend.harness import F8, check, fp8, run_compiled
 from tests.runtime.backend.stand_in import Compiled
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from deepinfer_prep.errors import LegalizationError
 from deepinfer_prep.runtime.backend.byte_formats import CARRIER, carried
 from deepinfer_prep.runtime.backend.calls import bind_arguments
 from deepinfer_prep.runtime.backend.declarations import Declaration
-from deepinfer_prep.runtime.backend.errors import LegalizationError
+from deepinfer_prep.runtime.backend.emitter import Emitter
 from deepinfer_prep.runtime.backend.node_values import holds_carried, map_tensors
 from deepinfer_prep.runtime.backend.storage.layout import as_bytes
 
-if TYPE_CHECKING:
-    from deepinfer_prep.runtime.backend.rewriter import Rewriter
-
 
 def call_declared(
-    rewriter: Rewriter,
+    emitter: Emitter,
     func: OpOverload,
     declaration: Declaration,
     args: tuple[Any, ...],
@@ -29,13 +27,13 @@ def call_declared(
 ) -> Any:
     """A custom operation: its bytes form on bytes, checked to return bytes where it said so."""
     arguments = bind_arguments(func, args, kwargs)
-    check_declared_arguments(rewriter.refusal, declaration, arguments)
+    check_declared_arguments(emitter.refusal, declaration, arguments)
     value = func(*args, **kwargs)
     target = declaration.bytes_form or func
     on_bytes = target(*map_tensors(as_bytes, args), **map_tensors(as_bytes, kwargs))
-    check_declared_results(rewriter.refusal, declaration, value, on_bytes)
-    carriers = rewriter.emit(target, map_tensors(rewriter.node_of, args), map_tensors(rewriter.node_of, kwargs), value)
-    rewriter.bind(value, carriers)
+    check_declared_results(emitter.refusal, declaration, value, on_bytes)
+    carriers = emitter.emit(target, map_tensors(emitter.node_of, args), map_tensors(emitter.node_of, kwargs), value)
+    emitter.bind(value, carriers)
     return value
 
 

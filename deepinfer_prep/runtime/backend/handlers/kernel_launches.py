@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from deepinfer_prep.errors import LegalizationError
 from deepinfer_prep.runtime.backend.declarations import Declaration, declaration_of
-from deepinfer_prep.runtime.backend.errors import LegalizationError
 from deepinfer_prep.runtime.backend.handlers.custom_operations import check_declared_arguments, check_declared_results
 from deepinfer_prep.runtime.backend.node_values import holds_carried, logical_value, map_tensors, refuse
 from deepinfer_prep.runtime.backend.scope import Scope
