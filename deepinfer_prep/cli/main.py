@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,7 +14,7 @@ from deepinfer_prep._version import __version__
 from deepinfer_prep.cli.console import EXIT_FAILED, emit, progress_display, reported_errors
 
 if TYPE_CHECKING:
-    from deepinfer_prep.options import Options
+    from deepinfer_prep.options import ActivationScaleRule, Options, UnscaledRule
 
 _CHECKPOINT = click.Path(path_type=Path)
 _MIN_CHUNK = 64 * 1024
@@ -100,10 +101,26 @@ _PLAN_OPTIONS = (
 
 
 def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that inspect and convert share because they change what is planned."""
+    """Add the options that change what is planned; the command gets them as one `options`."""
+
+    @wraps(command)
+    def with_options(
+        *,
+        maps: tuple[str, ...],
+        unscaled: UnscaledRule,
+        split: tuple[str, ...],
+        activation_scales: ActivationScaleRule,
+        strict: bool = False,
+        **arguments: object,
+    ) -> None:
+        from deepinfer_prep.options import Options
+
+        options = Options(strict=strict, maps=maps, unscaled=unscaled, split=split, activation_scales=activation_scales)
+        command(options=options, **arguments)
+
     for option in reversed(_PLAN_OPTIONS):
-        command = option(command)
-    return command
+        with_options = option(with_options)
+    return with_options
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -135,7 +152,7 @@ def main() -> None:
 @_json
 @_quiet
 def inspect(
-    checkpoint: Path, scan: bool, workers: int | None, chunk_size: int, as_json: bool, quiet: bool, **choices: Any
+    checkpoint: Path, scan: bool, options: Options, workers: int | None, chunk_size: int, as_json: bool, quiet: bool
 ) -> None:
     """Tell what is in CHECKPOINT, what convert would do, and what stands in the way.
 
@@ -148,7 +165,7 @@ def inspect(
 
         result = inspect_checkpoint(
             checkpoint,
-            options=_options(**choices),
+            options=options,
             scan=scan,
             workers=workers,
             chunk_size=chunk_size,
@@ -184,12 +201,12 @@ def convert(
     out: Path,
     dry_run: bool,
     overwrite: bool,
+    options: Options,
     workers: int | None,
     chunk_size: int,
     report: Path | None,
     as_json: bool,
     quiet: bool,
-    **choices: Any,
 ) -> None:
     """Convert CHECKPOINT into the folder OUT.
 
@@ -197,7 +214,7 @@ def convert(
     same command, and nothing has its final name before it is complete.
     """
     if dry_run:
-        _dry_run(checkpoint, out, _options(**choices), overwrite, workers, chunk_size, report, as_json)
+        _dry_run(checkpoint, out, options, overwrite, workers, chunk_size, report, as_json)
         return
     with reported_errors(as_json, _RESUMABLE), progress_display(quiet) as progress:
         from deepinfer_prep.cli.render import conversion_text
@@ -206,7 +223,7 @@ def convert(
         result = convert_checkpoint(
             checkpoint,
             out,
-            options=_options(**choices),
+            options=options,
             workers=workers,
             chunk_size=chunk_size,
             overwrite=overwrite,
@@ -234,12 +251,6 @@ def _dry_run(
         plan = plan_output(checkpoint, out, options=options, overwrite=overwrite)
         result = summarise(plan, workers or default_workers(), chunk_size)
     emit(result, lambda found: f"{inspection_text(found)}\nnothing was written to {out}", as_json, report)
-
-
-def _options(**choices: Any) -> Options:
-    from deepinfer_prep.options import Options
-
-    return Options(**choices)
 
 
 @main.command(
