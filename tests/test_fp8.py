@@ -26,6 +26,38 @@ def test_halve_equals_ml_dtypes_for_every_code() -> None:
     np.testing.assert_array_equal(halved, (VALUES / 2).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
 
 
+ABOVE_240_HALVED = [
+    (0x78, 256.0, 0x70, 128.0),
+    (0x79, 288.0, 0x71, 144.0),
+    (0x7A, 320.0, 0x72, 160.0),
+    (0x7B, 352.0, 0x73, 176.0),
+    (0x7C, 384.0, 0x74, 192.0),
+    (0x7D, 416.0, 0x75, 208.0),
+    (0x7E, 448.0, 0x76, 224.0),
+    (0xF8, -256.0, 0xF0, -128.0),
+    (0xF9, -288.0, 0xF1, -144.0),
+    (0xFA, -320.0, 0xF2, -160.0),
+    (0xFB, -352.0, 0xF3, -176.0),
+    (0xFC, -384.0, 0xF4, -192.0),
+    (0xFD, -416.0, 0xF5, -208.0),
+    (0xFE, -448.0, 0xF6, -224.0),
+]
+"""The codes above 240, to be read by hand: code and value in e4m3fn, then code and value of the half in e4m3."""
+
+
+@pytest.mark.parametrize(("code", "value", "half", "half_value"), ABOVE_240_HALVED)
+def test_each_code_above_240_becomes_the_code_of_its_half(
+    code: int, value: float, half: int, half_value: float
+) -> None:
+    assert fp8.HALVE[code] == half
+    assert fp8.decode_e4m3fn(code) == value
+    assert float(np.uint8(half).view(ml_dtypes.float8_e4m3)) == half_value == value / 2
+
+
+def test_those_are_all_codes_above_240() -> None:
+    assert tuple(code for code, *_ in ABOVE_240_HALVED) == fp8.ABOVE_240_CODES
+
+
 def test_halving_rounds_exactly_the_named_codes_by_half_a_step() -> None:
     halved = np.frombuffer(fp8.HALVE, np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     difference = np.abs(halved - VALUES / 2)

@@ -37,7 +37,7 @@ def test_real_checkpoints_keep_their_numbers(tmp_path: Path, name: str) -> None:
     highest = max(
         int((weight.view(torch.uint8) & 0x7F).max()) for weight in after.values() if weight.dtype == torch.float8_e4m3fn
     )
-    assert highest <= 0x76 < 0x7E
+    assert highest == 0x76, "every row or tensor of these checkpoints reaches 448, whose half is 224"
     unchanged = tree(source).keys() - {"model.safetensors"}
     assert all(tree(source)[file] == tree(output)[file] for file in unchanged)
 

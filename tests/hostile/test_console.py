@@ -28,8 +28,9 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Whatever a test does, pytest's own handlers come back."""
+    """Signals are handled as in a shell, however pytest was started, and pytest's own handlers come back."""
     before = {number: signal.getsignal(number) for number in HANDLED}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -75,7 +76,8 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
 
 
 STUCK = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 real = os.pwrite
 def write(*arguments):
     if threading.current_thread() is threading.main_thread():

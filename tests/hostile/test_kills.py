@@ -205,6 +205,8 @@ def test_another_checkpoint_may_follow_a_run_that_was_killed_while_it_published(
 
 
 SLOW = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import os, sys, time
 from deepinfer_prep.files import segments
 from deepinfer_prep.writing import segment_writer

@@ -138,3 +138,19 @@ def test_a_scale_without_a_double_is_named(tmp_path: Path, dtype: str, values: n
     message = str(caught.value)
     assert str(tmp_path / "model.safetensors") in message
     assert f"tensor 'a.weight_scale': element {element} " in message
+
+
+@pytest.mark.parametrize("chunk", [64, 100_000])
+def test_nan_codes_are_booked_to_the_tensor_that_holds_them(tmp_path: Path, chunk: int) -> None:
+    """Neighbouring weights are one run; the codes of each are counted for it alone, at its first and last byte too."""
+    codes = {"a": [0x7F, 1, 1, 0xFF], "b": [1, 0x7F, 1, 1], "c": [1, 1, 1, 1], "d": [0xFF, 0x7F, 0xFF, 0x7F]}
+    tensors: dict[str, Tensor] = {f"{name}.weight": ("F8_E4M3", (2, 2), bytes(found)) for name, found in codes.items()}
+    tensors |= {f"{name}.weight_scale": ("F32", (1,), np.ones(1, np.float32).tobytes()) for name in codes}
+    write_file(tmp_path / "model.safetensors", tensors)
+    file = plan_conversion(open_checkpoint(tmp_path), Options()).files[0]
+    assert [run.operation for run in file.runs] == [Operation.HALVE, Operation.DOUBLE]
+    tally = Tally()
+    with RangeReader(file.source) as source:
+        list(output_chunks(file, source, 0, file.size, new_buffer(chunk), tally))
+    assert tally.nan_codes == {"a.weight": 2, "b.weight": 1, "d.weight": 4}
+    assert tally.counts.nan == 7
