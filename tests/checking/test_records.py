@@ -150,3 +150,14 @@ def test_options_of_another_version_are_told(source: Path, output: Path) -> None
     change_manifest(output, lambda data: data["options"].update(colour="red"))
     with raises_code("other-version"):
         verify_checkpoint(output, source=source)
+
+
+def test_a_code_above_240_in_the_first_byte_of_a_shard_is_found(output: Path) -> None:
+    path = output / "model.safetensors"
+    start = read_header(path).data_start
+    assert read_header(path).tensors[0].name == "a0.weight"
+    data = bytearray(path.read_bytes())
+    data[start] = 0x7E
+    path.write_bytes(data)
+    lines = found(verify_checkpoint(output))
+    assert any("tensor 'a0.weight': element 0: the code 0x7e lies above 240" in line for line in lines)

@@ -31,16 +31,16 @@ def float_scaled(folder: Path, matrices: int = 1) -> Path:
 
 
 def test_halves_lie_at_even_offsets_beside_scales_of_an_odd_size(tmp_path: Path) -> None:
-    source, output = float_scaled(tmp_path / "source", 2), tmp_path / "out"
+    source, output = float_scaled(tmp_path / "source", 3), tmp_path / "out"
     convert_checkpoint(source, output)
     (path,) = (output / "neuron").glob("*.safetensors")
     header = read_header(path)
     halves = [tensor for tensor in header.tensors if tensor.dtype == "BF16"]
-    assert len(halves) == 4
-    assert [tensor.nbytes for tensor in header.tensors if tensor.dtype == "U8"] == [9, 9]
+    assert len(halves) == 6
+    assert [tensor.nbytes for tensor in header.tensors if tensor.dtype == "U8"] == [9, 9, 9]
     assert all((header.data_start + tensor.start) % 2 == 0 for tensor in halves)
     with safe_open(source / "model.safetensors", "pt") as stored, safe_open(path, "pt") as found:
-        for number in range(2):
+        for number in range(3):
             matrix = stored.get_tensor(f"z{number}.hc_attn_fn")
             hi = matrix.to(torch.bfloat16)
             assert torch.equal(found.get_tensor(f"z{number}.hc_attn_fn.hi"), hi)
