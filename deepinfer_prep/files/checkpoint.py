@@ -6,19 +6,24 @@ Only headers and small JSON files are read. A checkpoint that contradicts itself
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from deepinfer_prep.errors import CheckpointError, list_some
+from deepinfer_prep.files.completeness import check_complete, explain_no_shards, explain_no_source
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
 from deepinfer_prep.files.source_files import OtherFile, check_is_text, exists, find_others
 from deepinfer_prep.files.storage import FileState, Place
 from deepinfer_prep.naming import INDEX_SUFFIX, PREFERRED_INDEX, SHARD_SUFFIX, WORKSPACE_NAME
+from deepinfer_prep.quantized import FLOAT_DTYPES
 
 # Multimodal models nest the language model's config; old compressed-tensors releases wrote another key.
 _NESTED_CONFIGS = ("text_config", "language_config", "llm_config")
+# Names of the files that one rank of a distributed run wrote: model0-mp8, tp1_sharded_checkpoint, model-rank-0-part-1.
+_RANK = re.compile(r"(?<![a-z])(?:rank[-_.]?|tp|pp|ep|mp|model(?=[0-9]+-mp)|part[-_.]?)[0-9]+")
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _MOST_NAMES = 10
 
@@ -71,9 +76,7 @@ def open_checkpoint(path: Place) -> Checkpoint:
         OSError: something cannot be read.
     """
     if not path.exists():
-        raise CheckpointError(
-            f"{path} does not exist. Give the folder of a checkpoint, or one .safetensors file.", code="no-checkpoint"
-        )
+        raise explain_no_source(path)
     if not path.is_dir():
         check_is_text(path.name, path.parent)
         return _assemble(path.parent, [read_shard(path)], _read_config(path.parent), (), [])
@@ -86,13 +89,57 @@ def open_checkpoint(path: Place) -> Checkpoint:
     index_name = _find_index(path)
     weight_map = read_index(path / index_name) if index_name else None
     names = _shard_names(path, weight_map)
+    check_complete(path, names)
     shards = [read_shard(path / name) for name in names]
+    if weight_map is None:
+        shards = _without_spare_scales(shards)
     warnings = []
     if weight_map is not None and index_name is not None:
         check_index(path / index_name, weight_map, shards)
         warnings += _check_total_size(path / index_name, shards)
-    others, other_warnings = find_others(path, set(names))
-    return _assemble(path, shards, _read_config(path), others, warnings + other_warnings)
+    others, other_warnings = find_others(path, {shard.name for shard in shards})
+    others, index_warnings = _without_dangling_indexes(index_name, others)
+    return _assemble(path, shards, _read_config(path), others, [*warnings, *other_warnings, *index_warnings])
+
+
+def _without_spare_scales(shards: list[Shard]) -> list[Shard]:
+    """The shards without those that only repeat scales of others (`act_scales.safetensors`): these are copied."""
+    counts = Counter(tensor.name for shard in shards for tensor in shard.header.tensors)
+
+    def is_spare(shard: Shard) -> bool:
+        return any(counts[tensor.name] > 1 for tensor in shard.header.tensors) and all(
+            tensor.dtype in FLOAT_DTYPES and "scale" in tensor.name.rpartition(".")[2]
+            for tensor in shard.header.tensors
+        )
+
+    return [shard for shard in shards if not is_spare(shard)]
+
+
+def _without_dangling_indexes(
+    used: str | None, others: tuple[OtherFile, ...]
+) -> tuple[tuple[OtherFile, ...], list[str]]:
+    """The other files without indexes of shards that do not go along: a loader would look for these in vain."""
+    copied = {other.name for other in others}
+    dangling = {
+        other.name: missing
+        for other in others
+        if other.name.endswith(INDEX_SUFFIX) and other.name != used
+        if (missing := _named_but_absent(other, copied))
+    }
+    kept = tuple(other for other in others if other.name not in dangling)
+    return kept, [
+        f"{name} is not copied: {missing}, which it names, is not copied either." for name, missing in dangling.items()
+    ]
+
+
+def _named_but_absent(index: OtherFile, copied: set[str]) -> str:
+    """The first file that an index names and that is not among those copied; empty where there is none."""
+    folder = index.name.rpartition("/")[0]
+    try:
+        names = sorted(set(read_index(index.path).values()))
+    except CheckpointError:
+        return ""
+    return next((name for name in names if (f"{folder}/{name}" if folder else name) not in copied), "")
 
 
 def _assemble(
@@ -103,15 +150,25 @@ def _assemble(
     for position, shard in enumerate(shards):
         for tensor in shard.header.tensors:
             if tensor.name in tensors:
-                raise CheckpointError(
-                    f"tensor {tensor.name!r} is in two files, {shards[shard_of[tensor.name]].path} and {shard.path}: "
-                    "which one is meant cannot be known. Move the files that do not belong to the checkpoint away, "
-                    "or add an index that names each tensor's file.",
-                    code="tensor-in-two-files",
-                )
+                raise _explain_two_files(tensor.name, shards[shard_of[tensor.name]], shard)
             tensors[tensor.name] = tensor
             shard_of[tensor.name] = position
     return Checkpoint(root, tuple(shards), tensors, shard_of, config, others, tuple(warnings))
+
+
+def _explain_two_files(tensor: str, first: Shard, second: Shard) -> CheckpointError:
+    found = f"tensor {tensor!r} is in two files, {first.path} and {second.path}"
+    if _RANK.search(first.name) and _RANK.sub("", first.name) == _RANK.sub("", second.name):
+        return CheckpointError(
+            f"{found}, whose names are those of single ranks of a distributed checkpoint. Each rank's file is "
+            f"converted by itself, with an output of its own: `deepinfer-prep convert {first.path} OUT`.",
+            code="tensor-in-two-files",
+        )
+    return CheckpointError(
+        f"{found}: which one is meant cannot be known. Move the files that do not belong to the checkpoint away, "
+        "or add an index that names each tensor's file.",
+        code="tensor-in-two-files",
+    )
 
 
 def read_shard(path: Place) -> Shard:
@@ -158,10 +215,7 @@ def _shard_names(folder: Place, weight_map: Mapping[str, str] | None) -> list[st
     if weight_map is None:
         names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(SHARD_SUFFIX))
         if not names:
-            raise CheckpointError(
-                f"{folder} holds no .safetensors file. Give the folder that holds the checkpoint's shards.",
-                code="no-shards",
-            )
+            raise explain_no_shards(folder)
         return names
     counts = Counter(weight_map.values())
     missing = [name for name in sorted(counts) if not exists(folder / name)]
@@ -211,7 +265,7 @@ def _check_total_size(path: Place, shards: list[Shard]) -> list[str]:
     metadata = _read_json(path).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = sum(shard.header.data_size for shard in shards)
-    if stated is None or stated in (actual, str(actual)):
+    if stated in (None, 0, "0", actual, str(actual)):
         return []
     return [
         f"{path} states a total_size of {stated} but the tensors take {actual:,} bytes; "

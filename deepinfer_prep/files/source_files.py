@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepinfer_prep.errors import CheckpointError
-from deepinfer_prep.files.container import LFS_START
+from deepinfer_prep.errors import CheckpointError, ContainerError
+from deepinfer_prep.files.container import LFS_START, read_header
 from deepinfer_prep.files.storage import FileState, Place, open_reader
 from deepinfer_prep.naming import DISCARDED_NAME, SHARD_SUFFIX, WORKSPACE_NAME
 
 _SKIPPED = frozenset({".cache", ".git", ".huggingface", "__pycache__", WORKSPACE_NAME, DISCARDED_NAME})
 _PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".lock")
 _CONTROL_FILE_SUFFIX = ".aria2"
+_UNCONVERTED = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _LARGEST_LFS_POINTER = 1024
 _DEEPEST_FOLDER = 64
 _OTHER_WEIGHT_SUFFIXES = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
@@ -47,7 +48,7 @@ def exists(path: Place) -> bool:
 
 def find_others(folder: Place, shard_names: set[str]) -> tuple[tuple[OtherFile, ...], list[str]]:
     others: list[OtherFile] = []
-    left_out: list[str] = []
+    left_out: dict[str, str] = {}
     for name, path in _walk(folder, "", frozenset({folder.resolve()})):
         check_is_text(name, folder)
         _check_no_download_goes_on(name, folder, shard_names)
@@ -57,8 +58,9 @@ def find_others(folder: Place, shard_names: set[str]) -> tuple[tuple[OtherFile, 
             raise CheckpointError(
                 f"{path} is a link to a file that is not there. Fetch it again, or remove the link.", code="broken-link"
             )
-        if name.endswith((SHARD_SUFFIX, *_PARTIAL_SUFFIXES)) or not path.is_file():
-            left_out.append(name)
+        reason = _why_left_out(name, path)
+        if reason:
+            left_out[name] = reason
         else:
             others.append(OtherFile(name, path, FileState.of(path)))
     return tuple(others), _other_warnings(others, left_out)
@@ -107,8 +109,8 @@ def _walk(folder: Place, prefix: str, above: frozenset[Place], linked: bool = Fa
             yield from _walk(path, f"{prefix}{path.name}/", above | {path.resolve()}, linked or path.is_symlink())
 
 
-def _other_warnings(others: list[OtherFile], left_out: list[str]) -> list[str]:
-    warnings = [f"{name} is not copied: {_why_left_out(name)}." for name in left_out]
+def _other_warnings(others: list[OtherFile], left_out: Mapping[str, str]) -> list[str]:
+    warnings = [f"{name} is not copied: {reason}." for name, reason in left_out.items()]
     weights = [other for other in others if other.name.endswith(_OTHER_WEIGHT_SUFFIXES)]
     if weights:
         size = sum(other.state.size for other in weights)
@@ -134,9 +136,25 @@ def _is_lfs_pointer(other: OtherFile) -> bool:
     return start == LFS_START
 
 
-def _why_left_out(name: str) -> str:
-    if name.endswith(SHARD_SUFFIX):
-        return "the index does not name it, and unconverted fp8 must not lie beside converted shards"
+def _why_left_out(name: str, path: Place) -> str:
+    """Why a file that is no shard must not go along with the output; empty where it may be copied."""
+    if not path.is_file():
+        return "it is a pipe, socket or device"
     if name.endswith(_PARTIAL_SUFFIXES):
         return "it is what an unfinished download leaves"
-    return "it is a pipe, socket or device"
+    return _unsafe_weights(name, path) if name.endswith(SHARD_SUFFIX) else ""
+
+
+def _unsafe_weights(name: str, path: Place) -> str:
+    """Why a safetensors file that is no shard must not lie in an output: unconverted fp8, or unreadable."""
+    try:
+        header = read_header(path)
+    except ContainerError as error:
+        return f"it is no shard of the checkpoint, and cannot be read ({error})".rstrip(".)") + ")"
+    if not any(tensor.dtype in _UNCONVERTED for tensor in header.tensors):
+        return ""
+    where = "it lies in a folder below the checkpoint's" if "/" in name else "the index does not name it"
+    return (
+        f"{where}, and it holds fp8 that is not converted, which must not lie beside converted shards; convert it by "
+        "itself if anybody needs it"
+    )

@@ -94,8 +94,8 @@ def test_a_file_beside_the_index_is_left_out_and_told(tmp_path: Path) -> None:
     assert [shard.name for shard in checkpoint.shards] == ["a.safetensors"]
     assert [other.name for other in checkpoint.others] == [INDEX]
     assert checkpoint.warnings == (
-        "consolidated.safetensors is not copied: the index does not name it, and unconverted fp8 must not lie beside "
-        "converted shards.",
+        "consolidated.safetensors is not copied: the index does not name it, and it holds fp8 that is not converted, "
+        "which must not lie beside converted shards; convert it by itself if anybody needs it.",
     )
 
 
