@@ -1,5 +1,17 @@
 """Numbers that the kernels bake in and the references share."""
 
+K_MULTIPLE = 128
+"""k of a GEMM is a multiple of this: partitions of SBUF."""
+
+N_MULTIPLE = 32
+"""n of a GEMM is a multiple of this: rows that share an e8m0 scale."""
+
+TWO_CORE_N_MULTIPLE = 256
+"""n of a GEMM on two cores is a multiple of this: 128 output columns each."""
+
+M_MAX = 512
+"""Rows of x that a GEMM kernel takes: the moving columns of one matmul."""
+
 HC = 4
 """Residual streams of a hyper-connection (hc_mult)."""
 

@@ -9,6 +9,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .engine_balance import SHORTEST, charge_scalar, charge_vector, vector_is_free_first
+from .records import EngineClock
 from .tiles import BANK_FP32, TILES_PER_BANK, P, k_groups, k_tiles, transpose_weights
 
 
@@ -23,9 +24,9 @@ def spread_blocks(moving: nl.ndarray, k: int, blocks: int, unit: float) -> nl.nd
     spread = nl.ndarray((P, tiles * halves, planes, blocks, m), dtype=nl.bfloat16, buffer=nl.sbuf)
     mask = _block_mask(blocks, unit)
     for group in k_groups(k, P * halves * planes, tiles):
-        first = group[0] * halves
-        end = first + group[1] * halves
-        partitions = group[2]
+        first = group.first * halves
+        end = group.end * halves
+        partitions = group.partitions
         for block in range(blocks * partitions // P):
             nisa.tensor_scalar(
                 dst=spread[0:partitions, first:end, :, block, :],
@@ -47,7 +48,7 @@ def _block_mask(blocks: int, unit: float) -> nl.ndarray:
     return mask
 
 
-def transpose_codes(tile: nl.ndarray, k: int, spent: list[int]) -> nl.ndarray:
+def transpose_codes(tile: nl.ndarray, k: int, clock: EngineClock) -> nl.ndarray:
     """e4m3 codes with k on partitions: [128, k tiles of 256, rows a partition, 2 * row partitions] in SBUF.
 
     The two codes of a pair lie side by side. VectorE copies two-byte elements out of PSUM at twice its rate.
@@ -56,10 +57,10 @@ def transpose_codes(tile: nl.ndarray, k: int, spent: list[int]) -> nl.ndarray:
     pairs = nl.ndarray((P, k_tiles(k, 2 * P), per_partition, rows), dtype=nl.bfloat16, buffer=nl.sbuf)
     for group in k_groups(k, 2 * P, TILES_PER_BANK // per_partition):
         bank = transpose_weights(tile, group)
-        elements = group[1] * per_partition * rows
-        first_free = vector_is_free_first(spent, max(SHORTEST, elements // 2), max(SHORTEST, elements))
+        elements = group.tiles * per_partition * rows
+        first_free = vector_is_free_first(clock, max(SHORTEST, elements // 2), max(SHORTEST, elements))
         nisa.tensor_copy(
-            dst=pairs[0 : group[2], group[0] : group[0] + group[1]],
+            dst=pairs[0 : group.partitions, group.first : group.end],
             src=bank,
             engine=nisa.engine.vector if first_free else nisa.engine.scalar,
         )
@@ -67,7 +68,7 @@ def transpose_codes(tile: nl.ndarray, k: int, spent: list[int]) -> nl.ndarray:
 
 
 def multiply_partial(
-    y: nl.ndarray, planes: list[nl.ndarray], scales: nl.ndarray, spread: nl.ndarray, k: int, spent: list[int]
+    y: nl.ndarray, planes: list[nl.ndarray], scales: nl.ndarray, spread: nl.ndarray, k: int, clock: EngineClock
 ) -> None:
     """y fp32 [rows, m] in SBUF = the sum over blocks of scale times partial sum.
 
@@ -80,12 +81,12 @@ def multiply_partial(
     width = len(planes) * P
     scaled = nl.ndarray((rows, m, scales.shape[1]), dtype=nl.float32, buffer=nl.sbuf)
     for group in k_groups(k, width, BANK_FP32 // (per_tile * m)):
-        tiles = group[1]
-        partitions = group[2]
+        tiles = group.tiles
+        partitions = group.partitions
         blocks = per_tile * partitions // P
         partial = nl.ndarray((rows, tiles, blocks, m), dtype=nl.float32, buffer=nl.psum)
         for index in range(tiles):
-            tile = group[0] + index
+            tile = group.first + index
             for plane in range(len(planes)):
                 nisa.nc_matmul(
                     dst=partial[:, index],
@@ -93,7 +94,7 @@ def multiply_partial(
                     moving=spread[0:partitions, tile * halves + plane // 2, plane % 2, 0:blocks, :],
                     accumulate=plane > 0,
                 )
-        first = group[0] * per_tile
+        first = group.first * per_tile
         columns = tiles * blocks
         nisa.tensor_tensor(
             dst=scaled[:, :, first : first + columns],
@@ -101,11 +102,11 @@ def multiply_partial(
             data2=scales[:, first : first + columns].expand_dim(1).broadcast(1, m),
             op=nl.multiply,
         )
-        charge_vector(spent, columns * m)
-    _sum_blocks(y, scaled, spent)
+        charge_vector(clock, columns * m)
+    _sum_blocks(y, scaled, clock)
 
 
-def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray, spent: list[int]) -> None:
+def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray, clock: EngineClock) -> None:
     """y fp32 [rows, m] = the sum of scaled fp32 [rows, m, blocks].
 
     VectorE sums all rows of x at once, ScalarE one an instruction, and then reads its accumulators. The two may add in
@@ -114,7 +115,7 @@ def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray, spent: list[int]) -> None:
     rows, m, blocks = scaled.shape
     if blocks < SHORTEST:
         nisa.tensor_reduce(dst=y, op=nl.add, data=scaled, axis=2)
-        charge_vector(spent, m * blocks)
+        charge_vector(clock, m * blocks)
         return
     unused = nl.ndarray((rows, blocks), dtype=nl.float32, buffer=nl.sbuf)
     for row in range(m):
@@ -126,4 +127,4 @@ def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray, spent: list[int]) -> None:
             reduce_res=y[:, row : row + 1],
             reduce_cmd=nisa.reduce_cmd.reset_reduce,
         )
-        charge_scalar(spent, blocks + SHORTEST)
+        charge_scalar(clock, blocks + SHORTEST)

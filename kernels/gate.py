@@ -3,7 +3,8 @@
 import nki.isa as nisa
 import nki.language as nl
 
-from .tiles import P, my_columns
+from .records import my_share
+from .tiles import P
 
 ZERO_COLUMNS = 4096
 
@@ -11,14 +12,13 @@ ZERO_COLUMNS = 4096
 def fill_zero(out: nl.ndarray) -> None:
     """Zeros in this program's columns of out bf16 [m, n]: memory is not initialised, and the loop may run no trip."""
     m = out.shape[0]
-    share = my_columns(out.shape[1])
-    end = share[0] + share[1]
-    zeros = nl.ndarray((min(m, P), min(share[1], ZERO_COLUMNS)), dtype=nl.bfloat16, buffer=nl.sbuf)
+    share = my_share(out.shape[1])
+    zeros = nl.ndarray((min(m, P), min(share.size, ZERO_COLUMNS)), dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.memset(dst=zeros, value=0.0)
     for row in range(0, m, P):
         rows = min(P, m - row)
-        for column in range(share[0], end, ZERO_COLUMNS):
-            columns = min(ZERO_COLUMNS, end - column)
+        for column in range(share.first, share.end, ZERO_COLUMNS):
+            columns = min(ZERO_COLUMNS, share.end - column)
             nisa.dma_copy(dst=out[row : row + rows, column : column + columns], src=zeros[0:rows, 0:columns])
 
 

@@ -6,7 +6,8 @@ import nki.language as nl
 from .engine_balance import charge_vector
 from .few_rows import multiply_partial, spread_blocks, transpose_codes
 from .load_x import load_activations
-from .tiles import LOAD_BYTES, P, check_sizes, k_tiles, load_weights, my_columns, plane_view, row_groups, store_results
+from .records import EngineClock, my_share
+from .tiles import LOAD_BYTES, P, check_sizes, k_tiles, load_weights, plane_view, row_groups, store_results
 
 PLANES = 2
 WIDTH = PLANES * P
@@ -29,26 +30,26 @@ def linear_block128(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarr
     n = w.shape[0]
     check_sizes(m, n, k)
     out = nl.ndarray((m, n), dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    share = my_columns(n)
-    spent = [0, 0]
+    share = my_share(n)
+    clock = EngineClock(0, 0)
     spread = spread_blocks(plane_view(load_activations([x], WIDTH, False)), k, BLOCKS, 1.0)
-    scales = _load_scales(scale, share[0], share[1])
-    for group in row_groups(share[0], share[1], LOAD_BYTES, m):
-        partitions = group[4]
-        y = nl.ndarray((partitions, group[1], group[2], 1, m), dtype=nl.float32, buffer=nl.sbuf)
-        for load in range(group[1] * group[2]):
-            row = group[0] + load * partitions
-            codes = transpose_codes(load_weights(w, row, 1, partitions), k, spent)
+    scales = _load_scales(scale, share.first, share.size)
+    for group in row_groups(share, LOAD_BYTES, m):
+        partitions = group.partitions
+        y = nl.ndarray((partitions, group.stacks, group.runs, 1, m), dtype=nl.float32, buffer=nl.sbuf)
+        for load in range(group.stacks * group.runs):
+            row = group.first + load * partitions
+            codes = transpose_codes(load_weights(w, row, 1, partitions), k, clock)
             planes = [codes[:, :, 0, 0 : 2 * partitions : 2], codes[:, :, 0, 1 : 2 * partitions : 2]]
-            factors = scales[0:partitions, (row - share[0]) // P, :]
-            target = y[:, load // group[2], load % group[2], 0, :]
+            factors = scales[0:partitions, (row - share.first) // P, :]
+            target = y[:, load // group.runs, load % group.runs, 0, :]
             if m <= PARTIAL_M_MAX:
-                multiply_partial(target, planes, factors, spread, k, spent)
+                multiply_partial(target, planes, factors, spread, k, clock)
             else:
                 for first in range(0, m, M_STEP):
                     end = min(m, first + M_STEP)
-                    _multiply(target[:, first:end], planes, factors, spread[:, :, :, :, first:end], k, spent)
-        store_results(out, group[0], y)
+                    _multiply(target[:, first:end], planes, factors, spread[:, :, :, :, first:end], k, clock)
+        store_results(out, group.first, y)
     return out
 
 
@@ -62,7 +63,7 @@ def _load_scales(scale: nl.ndarray, first_row: int, rows: int) -> nl.ndarray:
 
 
 def _multiply(
-    acc: nl.ndarray, planes: list[nl.ndarray], scales: nl.ndarray, spread: nl.ndarray, k: int, spent: list[int]
+    acc: nl.ndarray, planes: list[nl.ndarray], scales: nl.ndarray, spread: nl.ndarray, k: int, clock: EngineClock
 ) -> None:
     """acc fp32 [rows, m] = the sum over blocks of scale times partial sum, a block an instruction."""
     rows, m = acc.shape
@@ -80,7 +81,7 @@ def _multiply(
         for block in range(blocks):
             column = tile * BLOCKS + block
             factor = scales[:, column : column + 1]
-            charge_vector(spent, m)
+            charge_vector(clock, m)
             if column == 0:
                 nisa.tensor_scalar(dst=acc, data=partial[:, block, :], op0=nl.multiply, operand0=factor)
             else:

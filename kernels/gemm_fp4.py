@@ -6,6 +6,7 @@ import nki.language as nl
 from .engine_balance import charge_scalar, charge_vector
 from .few_rows import multiply_partial, spread_blocks
 from .load_x import load_activations
+from .records import EngineClock, my_share
 from .scales import BLOCK, load_row_scales
 from .tiles import (
     BANK_FP32,
@@ -15,7 +16,6 @@ from .tiles import (
     k_groups,
     k_tiles,
     load_weights,
-    my_columns,
     plane_view,
     row_groups,
     store_results,
@@ -50,33 +50,33 @@ def linear_fp4(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray)
     m, k = x.shape
     n = w.shape[0]
     check_sizes(m, n, k)
-    share = my_columns(n)
-    spent = [0, 0]
+    share = my_share(n)
+    clock = EngineClock(0, 0)
     moving = plane_view(load_activations([x], WIDTH, False))
     few = m <= PARTIAL_M_MAX
     if few:
         moving = spread_blocks(moving, k, BLOCKS, CODE_UNIT)
-    for group in row_groups(share[0], share[1], k // 2, m):
-        per_partition = group[3]
-        partitions = group[4]
-        y = nl.ndarray((partitions, group[1], group[2], per_partition, m), dtype=nl.float32, buffer=nl.sbuf)
-        for load in range(group[1] * group[2]):
-            row = group[0] + load * per_partition * partitions
-            planes = _unpack(load_weights(w, row, per_partition, partitions), k, spent)
+    for group in row_groups(share, k // 2, m):
+        per_partition = group.per_partition
+        partitions = group.partitions
+        y = nl.ndarray((partitions, group.stacks, group.runs, per_partition, m), dtype=nl.float32, buffer=nl.sbuf)
+        for load in range(group.stacks * group.runs):
+            row = group.first + load * group.rows_per_load
+            planes = _unpack(load_weights(w, row, per_partition, partitions), k, clock)
             scales = load_row_scales(scale, row, per_partition, partitions, 1)
             for r in range(per_partition):
-                target = y[:, load // group[2], load % group[2], r, :]
+                target = y[:, load // group.runs, load % group.runs, r, :]
                 codes = []
                 for plane in range(PLANES):
                     codes.append(planes[plane % 2][:, :, r, plane // 2 : 2 * partitions : 2])
                 if few:
-                    multiply_partial(target, codes, scales[:, r, :], moving, k, spent)
+                    multiply_partial(target, codes, scales[:, r, :], moving, k, clock)
                 else:
                     _multiply(target, _dequantize(codes, scales[:, r, :], k), moving, k)
-        store_results(out, group[0], y)
+        store_results(out, group.first, y)
 
 
-def _unpack(tile: nl.ndarray, k: int, spent: list[int]) -> list[nl.ndarray]:
+def _unpack(tile: nl.ndarray, k: int, clock: EngineClock) -> list[nl.ndarray]:
     """Low and high nibbles as e4m3 [128, k tiles, rows a partition, 2 * row partitions], true value / 64.
 
     An e2m1 code s ee m becomes the e4m3 code s 00ee m00, four bytes a word. VectorE assembles the low nibbles. For the
@@ -88,15 +88,15 @@ def _unpack(tile: nl.ndarray, k: int, spent: list[int]) -> list[nl.ndarray]:
     low = nl.ndarray((P, tiles, per_partition, rows // 2), dtype=nl.int32, buffer=nl.sbuf)
     high = nl.ndarray((P, tiles, per_partition, 2 * rows), dtype=nl.int8, buffer=nl.sbuf)
     for group in k_groups(k, WIDTH, TILES_PER_BANK // per_partition):
-        first = group[0]
-        end = first + group[1]
-        partitions = group[2]
+        first = group.first
+        end = group.end
+        partitions = group.partitions
         bank = transpose_weights(tile, group)
         _unpack_low(low[0:partitions, first:end], bank.view(nl.int32))
         _unpack_high(high[0:partitions, first:end], bank.view(nl.int8))
-        elements = group[1] * per_partition * rows
-        charge_vector(spent, 4 * elements // 2)
-        charge_scalar(spent, 2 * elements)
+        elements = group.tiles * per_partition * rows
+        charge_vector(clock, 4 * elements // 2)
+        charge_scalar(clock, 2 * elements)
     return [low.view(nl.float8_e4m3), high.view(nl.float8_e4m3)]
 
 
@@ -124,9 +124,9 @@ def _dequantize(codes: list[nl.ndarray], scales: nl.ndarray, k: int) -> nl.ndarr
     per_block = P // BLOCKS
     wt = nl.ndarray((P, k_tiles(k, WIDTH), PLANES, rows), dtype=nl.bfloat16, buffer=nl.sbuf)
     for group in k_groups(k, WIDTH, BANK_FP32 // rows):
-        first = group[0]
-        tiles = group[1]
-        partitions = group[2]
+        first = group.first
+        tiles = group.tiles
+        partitions = group.partitions
         factors = nl.ndarray((partitions, tiles, rows), dtype=nl.float32, buffer=nl.psum)
         for index in range(tiles):
             column = (first + index) * BLOCKS

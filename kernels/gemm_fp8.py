@@ -6,6 +6,7 @@ import nki.language as nl
 from .engine_balance import charge_vector, vector_is_free_first
 from .few_rows import multiply_partial, spread_blocks, transpose_codes
 from .load_x import load_activations, round_trip_cycles
+from .records import EngineClock, Share, my_share
 from .scales import BLOCK, load_block_scales, load_row_scales
 from .tiles import (
     TILES_PER_BANK,
@@ -14,7 +15,6 @@ from .tiles import (
     k_groups,
     k_tiles,
     load_weights,
-    my_columns,
     plane_view,
     row_groups,
     store_results,
@@ -39,78 +39,77 @@ def linear_fp8(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_trip: bool
     n = w.shape[0]
     check_sizes(m, n, k)
     out = nl.ndarray((m, n), dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    share = my_columns(n)
-    spent = [0, 0]
+    share = my_share(n)
+    clock = EngineClock(0, 0)
     if round_trip:
-        charge_vector(spent, round_trip_cycles(m, k, WIDTH))
+        charge_vector(clock, round_trip_cycles(m, k, WIDTH))
     moving = plane_view(load_activations([x], WIDTH, round_trip))
     if m <= PARTIAL_M_MAX:
-        _few_rows(out, moving, w, scale, share, spent)
+        _few_rows(out, moving, w, scale, share, clock)
     else:
-        _many_rows(out, moving, w, scale, share, spent)
+        _many_rows(out, moving, w, scale, share, clock)
     return out
 
 
 def _few_rows(
-    out: nl.ndarray, moving: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, share: list[int], spent: list[int]
+    out: nl.ndarray, moving: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, share: Share, clock: EngineClock
 ) -> None:
     m = out.shape[0]
     k = w.shape[1]
     spread = spread_blocks(moving, k, WIDTH // BLOCK, 1.0)
-    for group in row_groups(share[0], share[1], k, m):
-        per_partition = group[3]
-        partitions = group[4]
-        y = nl.ndarray((partitions, group[1], group[2], per_partition, m), dtype=nl.float32, buffer=nl.sbuf)
-        for load in range(group[1] * group[2]):
-            row = group[0] + load * per_partition * partitions
-            codes = transpose_codes(load_weights(w, row, per_partition, partitions), k, spent)
+    for group in row_groups(share, k, m):
+        per_partition = group.per_partition
+        partitions = group.partitions
+        y = nl.ndarray((partitions, group.stacks, group.runs, per_partition, m), dtype=nl.float32, buffer=nl.sbuf)
+        for load in range(group.stacks * group.runs):
+            row = group.first + load * group.rows_per_load
+            codes = transpose_codes(load_weights(w, row, per_partition, partitions), k, clock)
             factors = load_row_scales(scale, row, per_partition, partitions, BLOCK)[:, 0, :]
             for r in range(per_partition):
-                target = y[:, load // group[2], load % group[2], r, :]
+                target = y[:, load // group.runs, load % group.runs, r, :]
                 planes = [codes[:, :, r, 0 : 2 * partitions : 2], codes[:, :, r, 1 : 2 * partitions : 2]]
-                multiply_partial(target, planes, factors, spread, k, spent)
-        store_results(out, group[0], y)
+                multiply_partial(target, planes, factors, spread, k, clock)
+        store_results(out, group.first, y)
 
 
 def _many_rows(
-    out: nl.ndarray, moving: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, share: list[int], spent: list[int]
+    out: nl.ndarray, moving: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, share: Share, clock: EngineClock
 ) -> None:
     m = out.shape[0]
     k = w.shape[1]
-    scales = load_block_scales(scale, share[0], share[1], WIDTH)
-    for group in row_groups(share[0], share[1], k, m):
-        per_partition = group[3]
-        partitions = group[4]
-        acc = nl.ndarray((partitions, group[1], group[2], per_partition, m), dtype=nl.float32, buffer=nl.psum)
-        for load in range(group[1] * group[2]):
-            row = group[0] + load * per_partition * partitions
-            first = (row - share[0]) // BLOCK
+    scales = load_block_scales(scale, share.first, share.size, WIDTH)
+    for group in row_groups(share, k, m):
+        per_partition = group.per_partition
+        partitions = group.partitions
+        acc = nl.ndarray((partitions, group.stacks, group.runs, per_partition, m), dtype=nl.float32, buffer=nl.psum)
+        for load in range(group.stacks * group.runs):
+            row = group.first + load * group.rows_per_load
+            first = (row - share.first) // BLOCK
             blocks = per_partition * partitions // BLOCK
             tile = load_weights(w, row, per_partition, partitions)
-            wt = _dequantize(tile, scales[:, :, first : first + blocks], k, spent)
+            wt = _dequantize(tile, scales[:, :, first : first + blocks], k, clock)
             for r in range(per_partition):
-                _multiply(acc[:, load // group[2], load % group[2], r, :], wt, r, moving, k)
+                _multiply(acc[:, load // group.runs, load % group.runs, r, :], wt, r, moving, k)
         y = nl.ndarray(acc.shape, dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=y, src=acc, engine=nisa.engine.vector)
-        charge_vector(spent, 2 * group[1] * group[2] * per_partition * m)
-        store_results(out, group[0], y)
+        charge_vector(clock, 2 * group.stacks * group.runs * per_partition * m)
+        store_results(out, group.first, y)
 
 
-def _dequantize(tile: nl.ndarray, scales: nl.ndarray, k: int, spent: list[int]) -> nl.ndarray:
+def _dequantize(tile: nl.ndarray, scales: nl.ndarray, k: int, clock: EngineClock) -> nl.ndarray:
     """bf16 [128, k tiles, rows a partition, row partitions, 2] in SBUF: transposed codes times scales, exact."""
     rows, per_partition, _ = tile.shape
     blocks = scales.shape[2]
     wt = nl.ndarray((P, k_tiles(k, WIDTH), per_partition, rows, PLANES), dtype=nl.bfloat16, buffer=nl.sbuf)
     for group in k_groups(k, WIDTH, TILES_PER_BANK // per_partition):
-        first = group[0]
-        count = group[1]
-        partitions = group[2]
+        count = group.tiles
+        partitions = group.partitions
         bank = transpose_weights(tile, group).view(nl.float8_e4m3)
         codes = bank.reshape((partitions, count, per_partition, blocks, PLANES * rows // blocks))
-        dst = wt[0:partitions, first : first + count].reshape(codes.shape)
-        factors = scales[0:partitions, first : first + count, :]
+        dst = wt[0:partitions, group.first : group.end].reshape(codes.shape)
+        factors = scales[0:partitions, group.first : group.end, :]
         cycles = count * per_partition * rows * PLANES
-        if vector_is_free_first(spent, cycles, cycles):
+        if vector_is_free_first(clock, cycles, cycles):
             _scale_on_vector(dst, codes, factors)
         else:
             _scale_on_scalar(dst, codes, factors)

@@ -5,7 +5,8 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .constants import HC
-from .hc_layout import load_coefficients, load_streams, my_share, row_segments, token_tiles, weighted_sum
+from .hc_layout import load_coefficients, load_streams, row_segments, token_tiles, weighted_sum
+from .records import my_share
 
 
 @nki.jit
@@ -20,11 +21,10 @@ def kernel(x: nl.ndarray, residual: nl.ndarray, post: nl.ndarray, comb: nl.ndarr
     fresh = x.expand_dim(1)
     mixing = comb.reshape((tokens, HC * HC))
     share = my_share(columns)
-    if share[0] < share[1]:
-        for tile in token_tiles(tokens):
-            rows = nl.ds(tile[0], tile[1])
-            mine = nl.ds(share[0], share[1] - share[0])
-            _combine(out[rows, :, mine], fresh[rows, :, mine], residual[rows, :, mine], post[rows, :], mixing[rows, :])
+    mine = nl.ds(share.first, share.size)
+    for tile in token_tiles(tokens):
+        rows = nl.ds(tile.first, tile.rows)
+        _combine(out[rows, :, mine], fresh[rows, :, mine], residual[rows, :, mine], post[rows, :], mixing[rows, :])
     return out
 
 

@@ -5,7 +5,8 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .constants import HC
-from .hc_layout import load_coefficients, load_streams, my_share, row_segments, token_tiles, weighted_sum
+from .hc_layout import load_coefficients, load_streams, row_segments, token_tiles, weighted_sum
+from .records import my_share
 
 
 @nki.jit
@@ -15,12 +16,10 @@ def kernel(x: nl.ndarray, mix: nl.ndarray) -> nl.ndarray:
     assert streams == HC, f"x has {streams} streams, must be {HC}"
     out = nl.ndarray((tokens, columns), dtype=nl.bfloat16, buffer=nl.shared_hbm)
     share = my_share(columns)
-    if share[0] < share[1]:
-        for tile in token_tiles(tokens):
-            end = tile[0] + tile[1]
-            _collapse(
-                out[tile[0] : end, share[0] : share[1]], x[tile[0] : end, :, share[0] : share[1]], mix[tile[0] : end, :]
-            )
+    mine = nl.ds(share.first, share.size)
+    for tile in token_tiles(tokens):
+        rows = nl.ds(tile.first, tile.rows)
+        _collapse(out[rows, mine], x[rows, :, mine], mix[rows, :])
     return out
 
 

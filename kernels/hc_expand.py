@@ -5,7 +5,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .constants import HC
-from .hc_layout import my_share
+from .records import my_share
 
 
 @nki.jit
@@ -14,7 +14,6 @@ def kernel(hidden: nl.ndarray) -> nl.ndarray:
     tokens, columns = hidden.shape
     out = nl.ndarray((tokens, HC, columns), dtype=hidden.dtype, buffer=nl.shared_hbm)
     share = my_share(columns)
-    if share[0] < share[1]:
-        src = hidden[:, share[0] : share[1]].expand_dim(1).broadcast(1, HC)
-        nisa.dma_copy(dst=out[:, :, share[0] : share[1]], src=src)
+    src = hidden[:, share.first : share.end].expand_dim(1).broadcast(1, HC)
+    nisa.dma_copy(dst=out[:, :, share.first : share.end], src=src)
     return out

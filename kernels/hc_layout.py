@@ -3,6 +3,7 @@
 import nki.isa as nisa
 import nki.language as nl
 
+from .records import TokenTile
 from .tiles import P, fold_factor
 
 FOLD_COLUMNS = 256
@@ -10,15 +11,6 @@ FOLD_COLUMNS = 256
 
 CHUNK = 1024
 """Columns that accumulate in PSUM at a time: two banks."""
-
-
-def my_share(size: int) -> list[int]:
-    """[first, end] of what this program does of `size` columns or tokens."""
-    if nl.program_ndim() == 0:
-        return [0, size]
-    programs = nl.num_programs(axes=0)
-    program = nl.program_id(axis=0)
-    return [size * program // programs, size * (program + 1) // programs]
 
 
 def row_segments(columns: int, rows: int) -> int:
@@ -69,9 +61,10 @@ def weighted_sum(dst: nl.ndarray, terms: list[nl.ndarray], weights: list[nl.ndar
             )
 
 
-def token_tiles(tokens: int) -> list[list[int]]:
-    """[first token, tokens] of tiles that fill the partitions."""
+def token_tiles(tokens: int) -> list[TokenTile]:
+    """Tiles of tokens that fill the partitions."""
     tiles = []
     for first in range(0, tokens, P):
-        tiles.append([first, min(P, tokens - first)])
+        end = min(first + P, tokens)
+        tiles.append(TokenTile(first, end, end - first))
     return tiles

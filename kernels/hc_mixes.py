@@ -5,8 +5,8 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .constants import HC, HC_EPS, NORM_EPS, SINKHORN_ITERS
-from .hc_layout import my_share
 from .load_x import FOLD_WIDTH, load_activations
+from .records import Share, TokenBatch, my_share
 from .tiles import P, k_tiles, plane_view
 
 LOGITS = (2 + HC) * HC
@@ -32,28 +32,28 @@ def kernel(
     post = nl.ndarray((tokens, HC), dtype=nl.float32, buffer=nl.shared_hbm)
     comb = nl.ndarray((tokens, HC, HC), dtype=nl.float32, buffer=nl.shared_hbm)
     share = my_share(tokens)
-    if share[0] < share[1]:
-        flat = residual.reshape((tokens, streams * columns))[share[0] : share[1], :]
-        fn = plane_view(load_activations([fn_hi, fn_lo], FOLD_WIDTH, False))
-        adjust = _load_adjustment(scale, base)
-        for batch in _batches(share[1] - share[0]):
-            first = share[0] + batch[0]
-            end = first + batch[1] * batch[2]
-            logits = _logits(flat[batch[0] : batch[0] + batch[1] * batch[2], :], fn, adjust, batch[2])
-            _store_gates(pre[first:end, :], logits[:, :, 0:HC], 1.0, HC_EPS)
-            _store_gates(post[first:end, :], logits[:, :, HC : 2 * HC], 2.0, 0.0)
-            _store_comb(comb[first:end], logits[:, :, 2 * HC : LOGITS])
+    flat = residual.reshape((tokens, streams * columns))
+    fn = plane_view(load_activations([fn_hi, fn_lo], FOLD_WIDTH, False))
+    adjust = _load_adjustment(scale, base)
+    for batch in _batches(share):
+        mine = nl.ds(batch.first, batch.end - batch.first)
+        logits = _logits(flat[mine, :], fn, adjust, batch.rows)
+        _store_gates(pre[mine, :], logits[:, :, 0:HC], 1.0, HC_EPS)
+        _store_gates(post[mine, :], logits[:, :, HC : 2 * HC], 2.0, 0.0)
+        _store_comb(comb[mine], logits[:, :, 2 * HC : LOGITS])
     return pre, post, comb
 
 
-def _batches(tokens: int) -> list[list[int]]:
-    """[first token, tiles, tokens of a tile]: whole tiles by fours, then what is left as one."""
+def _batches(share: Share) -> list[TokenBatch]:
+    """This program's tokens: whole tiles by fours, then what is left as one."""
     batches = []
-    full = tokens // P
+    full = share.size // P
     for tile in range(0, full, BATCH):
-        batches.append([tile * P, min(BATCH, full - tile), P])
-    if tokens % P != 0:
-        batches.append([full * P, 1, tokens % P])
+        tiles = min(BATCH, full - tile)
+        first = share.first + tile * P
+        batches.append(TokenBatch(first, first + tiles * P, tiles, P))
+    if share.size % P != 0:
+        batches.append(TokenBatch(share.end - share.size % P, share.end, 1, share.size % P))
     return batches
 
 

@@ -4,6 +4,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .constants import AMAX_FLOOR, FP8_BLOCK, FP8_MAX, MANTISSA_BITS
+from .records import KSpan
 from .tiles import P, fold_factor, k_tiles, load_folded, transpose_folded
 
 ROUND_TRIP_PASSES = 3
@@ -28,25 +29,25 @@ def load_activations(sources: list[nl.ndarray], width: int, round_trip: bool) ->
     for row in range(0, m, P):
         count = min(P, m - row)
         for span in _k_spans(k, width, count):
-            folded = load_folded(sources, row, count // len(sources), span[0], span[1], span[2])
+            folded = load_folded(sources, row, count // len(sources), span.column, span.segments, span.width)
             if round_trip:
                 fp8_round_trip(folded)
-            first = span[0] // width
-            tiles = k_tiles(span[2], width)
-            dst = xt[0 : span[3], first : first + span[1] * tiles, :, row : row + count]
-            transpose_folded(dst.reshape_dim(1, (span[1], tiles)), folded)
+            first = span.column // width
+            tiles = k_tiles(span.width, width)
+            dst = xt[0 : span.partitions, first : first + span.segments * tiles, :, row : row + count]
+            transpose_folded(dst.reshape_dim(1, (span.segments, tiles)), folded)
     return xt
 
 
-def _k_spans(k: int, width: int, rows: int) -> list[list[int]]:
-    """k as [first column, segments, columns of a segment, partitions of a k tile]: its whole k tiles, then the rest."""
+def _k_spans(k: int, width: int, rows: int) -> list[KSpan]:
+    """k as its whole k tiles, then the rest."""
     spans = []
     full = k // width
     if full > 0:
         segments = fold_factor(full, rows)
-        spans.append([0, segments, full // segments * width, P])
+        spans.append(KSpan(0, segments, full // segments * width, P))
     if k % width != 0:
-        spans.append([full * width, 1, k % width, k % width * P // width])
+        spans.append(KSpan(full * width, 1, k % width, k % width * P // width))
     return spans
 
 
@@ -55,7 +56,7 @@ def round_trip_cycles(m: int, k: int, width: int) -> int:
     cycles = 0
     for row in range(0, m, P):
         for span in _k_spans(k, width, min(P, m - row)):
-            cycles += ROUND_TRIP_PASSES * span[2]
+            cycles += ROUND_TRIP_PASSES * span.width
     return cycles
 
 

@@ -4,6 +4,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .constants import MANTISSA_BITS
+from .records import KGroup
 from .tiles import BANK_FP32, P, k_groups, k_tiles
 
 BLOCK = 32
@@ -57,17 +58,16 @@ def load_block_scales(scale: nl.ndarray, first_row: int, rows: int, width: int) 
     return st
 
 
-def _transpose_scales(st: nl.ndarray, start: int, scales: nl.ndarray, group: list[int], per_block: int) -> None:
+def _transpose_scales(st: nl.ndarray, start: int, scales: nl.ndarray, group: KGroup, per_block: int) -> None:
     """One group of k tiles: every column of `scales` repeated on the `per_block` partitions of its block."""
     count = scales.shape[0]
-    first = group[0]
-    tiles = group[1]
-    partitions = group[2]
-    bank = nl.ndarray((partitions, tiles, count), dtype=nl.float32, buffer=nl.psum)
-    for index in range(tiles):
-        column = (first + index) * P // per_block
-        blocks = scales[:, column : column + partitions // per_block]
+    bank = nl.ndarray((group.partitions, group.tiles, count), dtype=nl.float32, buffer=nl.psum)
+    for index in range(group.tiles):
+        column = (group.first + index) * P // per_block
+        blocks = scales[:, column : column + group.partitions // per_block]
         nisa.nc_transpose(dst=bank[:, index, :], data=blocks.expand_dim(2).broadcast(2, per_block))
     nisa.tensor_copy(
-        dst=st[0:partitions, first : first + tiles, start : start + count], src=bank, engine=nisa.engine.vector
+        dst=st[0 : group.partitions, group.first : group.end, start : start + count],
+        src=bank,
+        engine=nisa.engine.vector,
     )

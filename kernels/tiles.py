@@ -1,5 +1,16 @@
 """Building blocks of the GEMM kernels: which rows and columns a tile holds, and how it gets on chip and off again.
 
+Dimensions, as the docstrings of all GEMM kernels name them:
+    m           rows of x and of the result, 1 to 512
+    n           rows of w, columns of the result
+    k           columns of x and of w (logical: two to a byte of fp4), over which products are summed
+    partitions  dimension 0 of a tile on chip, at most 128
+    width       columns of a k tile, planes * 128: what one transposed tile of w holds of k
+    planes      columns of k that lie on one partition of a k tile: 2 for fp8, 4 for fp4
+    halves      fp32 pairs of x on one partition of a k tile, planes / 2
+    blocks      scale blocks of a k tile
+    segments    partitions that one row of x takes when it is folded
+
 Weights arrive as [n, k], but TensorE contracts over partitions, so k has to become the partition dimension. Bytes
 are transposed two at a time: a row seen as bf16 "pairs" goes through TensorE's transpose mode, bit-exact on trn2, which
 moves two fp8 codes (or four fp4 codes) per element and leaves a pair's bytes side by side. In a k tile of
@@ -14,6 +25,9 @@ transpose m and stacks are the partitions, and runs * partitions * per_partition
 
 import nki.isa as nisa
 import nki.language as nl
+
+from .constants import K_MULTIPLE, M_MAX, N_MULTIPLE, TWO_CORE_N_MULTIPLE
+from .records import KGroup, RowGroup, Share
 
 P = 128
 """Partitions of SBUF and PSUM."""
@@ -30,25 +44,14 @@ TILES_PER_RUN = 4
 LOAD_BYTES = 4096
 """Contiguous bytes a partition that a weight DMA asks for: where HBM bandwidth saturates."""
 
-M_MAX = 512
-"""Rows of x that a GEMM kernel takes: the moving columns of one matmul."""
-
 
 def check_sizes(m: int, n: int, k: int) -> None:
     """The sizes that every GEMM kernel takes."""
     cores = nl.num_programs(axes=0) if nl.program_ndim() != 0 else 1
+    n_multiple = N_MULTIPLE if cores == 1 else TWO_CORE_N_MULTIPLE
     assert 1 <= m <= M_MAX, f"m is {m}, must be 1 to {M_MAX}: split x by rows"
-    assert k % P == 0, f"k is {k}, must be a multiple of {P}"
-    assert n % 32 == 0, f"n is {n}, must be a multiple of 32"
-    assert cores == 1 or n % (cores * P) == 0, f"n is {n}, must be a multiple of {cores * P} on {cores} cores"
-
-
-def my_columns(n: int) -> list[int]:
-    """[first, size] of this program's output columns: all of them, or an equal share in a grid."""
-    if nl.program_ndim() == 0:
-        return [0, n]
-    share = n // nl.num_programs(axes=0)
-    return [nl.program_id(axis=0) * share, share]
+    assert k % K_MULTIPLE == 0, f"k is {k}, must be a multiple of {K_MULTIPLE}"
+    assert n % n_multiple == 0, f"n is {n}, must be a multiple of {n_multiple} on {cores} cores"
 
 
 def k_tiles(k: int, width: int) -> int:
@@ -56,8 +59,8 @@ def k_tiles(k: int, width: int) -> int:
     return (k + width - 1) // width
 
 
-def k_groups(k: int, width: int, per_bank: int) -> list[list[int]]:
-    """k in tiles of `width` columns, grouped by PSUM bank: [first tile, tiles, partitions of a tile].
+def k_groups(k: int, width: int, per_bank: int) -> list[KGroup]:
+    """k in tiles of `width` columns, grouped by PSUM bank, `per_bank` tiles at most.
 
     What k leaves over is one narrower tile, on fewer partitions, in a group of its own.
     """
@@ -66,25 +69,30 @@ def k_groups(k: int, width: int, per_bank: int) -> list[list[int]]:
     first = 0
     while first < full:
         count = min(per_bank, full - first)
-        groups.append([first, count, P])
+        groups.append(KGroup(first, first + count, count, P))
         first += count
     if k % width != 0:
-        groups.append([full, 1, k % width * P // width])
+        groups.append(KGroup(full, full + 1, 1, k % width * P // width))
     return groups
 
 
-def row_groups(first: int, size: int, row_bytes: int, m: int) -> list[list[int]]:
-    """Rows of w that share a result transpose: [first row, stacks, runs, rows a partition, partitions].
+def row_groups(share: Share, row_bytes: int, m: int) -> list[RowGroup]:
+    """This program's rows of w, by the result transpose that they share.
 
     Short rows are loaded several to a partition, so that DMA runs stay long.
+
+    Pseudocode:
+        while rows are left:
+            take loads of per_partition * 128 rows, as many as fit a result transpose of m columns
+            (halve per_partition, then partitions, when fewer rows are left)
     """
     tiles = min(TILES_PER_RUN, max(1, BANK_FP32 // m))
     per_partition = 1
     while per_partition * row_bytes < LOAD_BYTES and per_partition * 2 <= tiles:
         per_partition *= 2
     groups = []
-    end = first + size
-    row = first
+    end = share.end
+    row = share.first
     while row < end:
         while per_partition > 1 and end - row < per_partition * P:
             per_partition = per_partition // 2
@@ -92,7 +100,7 @@ def row_groups(first: int, size: int, row_bytes: int, m: int) -> list[list[int]]
         loads = (end - row) // (per_partition * partitions)
         runs = min(tiles // per_partition, loads)
         stacks = min(max(1, P // m), loads // runs)
-        groups.append([row, stacks, runs, per_partition, partitions])
+        groups.append(RowGroup(row, stacks, runs, per_partition, partitions, per_partition * partitions))
         row += stacks * runs * per_partition * partitions
     return groups
 
@@ -105,21 +113,18 @@ def load_weights(w: nl.ndarray, row: int, per_partition: int, partitions: int) -
     return tile
 
 
-def transpose_weights(tile: nl.ndarray, group: list[int]) -> nl.ndarray:
+def transpose_weights(tile: nl.ndarray, group: KGroup) -> nl.ndarray:
     """One bank of transposed byte pairs: bf16 [partitions, k tiles, rows a partition, row partitions] in PSUM.
 
     `tile` is what load_weights returned, `group` one of k_groups with at most 8 tiles over all rows a partition.
     """
     rows, per_partition, _ = tile.shape
-    first = group[0]
-    count = group[1]
-    partitions = group[2]
     pairs = tile.view(nl.bfloat16)
-    bank = nl.ndarray((partitions, count, per_partition, rows), dtype=nl.bfloat16, buffer=nl.psum)
-    for index in range(count):
-        start = (first + index) * P
+    bank = nl.ndarray((group.partitions, group.tiles, per_partition, rows), dtype=nl.bfloat16, buffer=nl.psum)
+    for index in range(group.tiles):
+        start = (group.first + index) * P
         for r in range(per_partition):
-            nisa.nc_transpose(dst=bank[:, index, r, :], data=pairs[:, r, start : start + partitions])
+            nisa.nc_transpose(dst=bank[:, index, r, :], data=pairs[:, r, start : start + group.partitions])
     return bank
 
 

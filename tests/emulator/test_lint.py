@@ -88,7 +88,6 @@ BROKEN = {
     "no-loop-else": "for a in x:\n    y = a\nelse:\n    y = 1",
     "no-decorator": "@nki.jit\ndef inner():\n    return 1",
     "no-keyword-only": "def inner(*, a):\n    return a",
-    "no-helper-default": "def inner(a=1):\n    return a",
     "loop-body": "def body(i):\n    return 1\nnl.fori_loop(0, 2, body)",
     "loop-index": "def body(i):\n    y = x[i]\nnl.fori_loop(0, 2, body)",
     "loop-side-effect": "out = []\ndef body(i):\n    out.append(1)\nnl.fori_loop(0, 2, body)",
@@ -147,7 +146,6 @@ def test_helpers_that_the_kernel_reaches_are_checked() -> None:
 
 def test_a_module_of_helpers_is_checked_whole() -> None:
     assert [f.rule for f in lint("import nki.language as nl\ndef helper(a=1):\n    raise ValueError\n")] == [
-        "no-helper-default",
         "no-raise",
     ]
 

@@ -143,7 +143,7 @@ def test_a_tile_can_be_the_offset() -> None:
     values = random((4, 3, 8))
 
     def body(a: Any) -> Any:
-        index, row = tile((1, 1), nl.int32, value=2), empty((4, 8))
+        index, row = tile((1, 1), nl.uint32, value=2), empty((4, 8))
         nisa.tensor_copy(dst=row, src=load(a).select(1, index))
         return store(row)
 

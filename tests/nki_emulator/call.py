@@ -63,12 +63,14 @@ class Call:
         self._sources.append((role, tensor))
         return tensor
 
-    def destination(self, role: str, value: Any, buffers: tuple[Buffer, ...] = ON_CHIP) -> Tensor:
-        """An output tensor: in a legal place, alive, writable, addressing each element once."""
+    def destination(
+        self, role: str, value: Any, buffers: tuple[Buffer, ...] = ON_CHIP, *, discarded: bool = False
+    ) -> Tensor:
+        """An output tensor: in a legal place, alive, writable, addressing each element once unless it is discarded."""
         tensor = self._tensor(role, value, buffers)
         if tensor.storage.read_only:
             self.refuse(rules.READ_ONLY_ARGUMENT, role, f"argument of shape {tensor.storage.shape}")
-        if geometry.repeats(tensor.shape, tensor.strides):
+        if not discarded and geometry.repeats(tensor.shape, tensor.strides):
             self.refuse(rules.BROADCAST_WRITE, role, f"shape {tensor.shape}, strides {tensor.strides}")
         self._check_psum_words(role, tensor)
         self._note_shared(role, tensor)
@@ -90,19 +92,20 @@ class Call:
         if value.gather is not None and self.op != "dma_copy":
             self.refuse(rules.GATHER, role, f"in {self.op}")
         self.dynamic |= value.is_indirect()
+        offset = value.dynamic.source if value.buffer.on_chip and value.dynamic is not None else None
+        if isinstance(offset, Tensor) and offset.dtype.name != "uint32":
+            self.refuse(rules.DYNAMIC_OFFSET, role, f"{offset.dtype} offset of an on-chip operand")
         tensor = value.resolved(self.op)
         if tensor.storage.dead:
             self.refuse(rules.DEAD_TENSOR, role, f"tensor of shape {tensor.storage.shape}")
         if tensor.buffer not in buffers:
             where = ", ".join(b.value for b in buffers)
             self.refuse(rules.BUFFER, role, f"in {tensor.buffer.value}, must be in {where}")
-        self._check_strides(role, tensor)
         return tensor
 
     def _check_strides(self, role: str, tensor: Tensor) -> None:
-        """Dimension 0 of an HBM pattern may step farther: each of its rows has its own DMA descriptor."""
-        for size, stride in zip(tensor.shape[1:], tensor.strides[1:], strict=True):
-            if size > hardware.MAX_FREE_SIZE or (size > 1 and stride > hardware.MAX_STRIDE):
+        for size, stride in zip(*geometry.merged(tensor.shape[1:], tensor.strides[1:]), strict=True):
+            if size > hardware.MAX_FREE_SIZE or stride > hardware.MAX_STRIDE:
                 self.refuse(rules.STRIDE_RANGE, role, f"shape {tensor.shape}, strides {tensor.strides}")
 
     def require_written(self, role: str, tensor: Tensor) -> None:
@@ -130,22 +133,29 @@ class Call:
         if columns * size % hardware.PSUM_WORD_BYTES or tensor.row_offset % hardware.PSUM_WORD_BYTES:
             self.refuse(rules.PSUM_WORD, role, f"{tensor.shape} {tensor.dtype} at byte {tensor.row_offset}")
 
-    def check_geometry(self) -> None:
-        """The rules of a compute engine's access patterns, for every operand taken so far."""
-        for role, tensor in self._sources + self._destinations:
+    def check_geometry(self, *, free_dims: int = hardware.MAX_FREE_DIMS, overlap: bool = False) -> None:
+        """The rules of a compute engine's access patterns, for every operand taken so far.
+
+        `free_dims` is how many free dimensions the instruction's sources may have; `overlap` allows a destination
+        inside a source.
+        """
+        limits = [free_dims] * len(self._sources) + [hardware.MAX_FREE_DIMS] * len(self._destinations)
+        for (role, tensor), limit in zip(self._sources + self._destinations, limits, strict=True):
+            self._check_strides(role, tensor)
             count, start = tensor.shape[0], tensor.partition
             step = 128 if count > 64 else 64 if count > 32 else 32
             if start % step:
                 self.refuse(rules.PARTITION_START, role, f"{count} partitions starting at {start}")
             free = geometry.merged(tensor.shape[1:], tensor.strides[1:])[0]
-            if len(free) > hardware.MAX_FREE_DIMS:
+            if len(free) > limit:
                 found = f"{len(free)} free dimensions after merging: shape {tensor.shape}, strides {tensor.strides}"
                 self.refuse(rules.FREE_DIMS, role, found)
             if tensor.buffer is Buffer.psum:
                 elements = geometry.count(tensor.shape[1:])
                 if elements > hardware.PSUM_MAX_ELEMENTS:
                     self.refuse(rules.PSUM_SIZE, role, f"{elements} elements a partition")
-        self.check_overlap()
+        if not overlap:
+            self.check_overlap()
 
     def check_overlap(self) -> None:
         """No destination overlaps a source other than element for element."""
@@ -154,10 +164,10 @@ class Call:
                 if _overlap(tensor, source):
                     self.refuse(rules.OVERLAP, role, f"overlaps {other} with another access pattern")
 
-    def same_shape(self, reference: Tensor, *others: tuple[str, Tensor]) -> None:
-        """All operands have `reference`'s shape."""
+    def same_size(self, reference: Tensor, *others: tuple[str, Tensor]) -> None:
+        """All operands have `reference`'s partitions and as many elements in each, in any dimensions."""
         for role, tensor in others:
-            if tensor.shape != reference.shape:
+            if tensor.shape[0] != reference.shape[0] or free_elements(tensor) != free_elements(reference):
                 self.refuse(rules.SAME_SHAPE, role, f"shape {tensor.shape}, expected {reference.shape}")
 
     def per_partition(self, role: str, value: Any, data: Tensor, *, any_dtype: bool = False) -> Tensor:

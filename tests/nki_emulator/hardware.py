@@ -31,6 +31,8 @@ DOUBLE_ROW_FREE_DIM = 2
 MAX_VIEW_RANK = 5
 MAX_FREE_DIMS = 3
 """Free dimensions of one operand of a compute instruction: most have no room for a fourth."""
+MAX_REDUCED_DIMS = 4
+"""Of the data of tensor_reduce, max8 and their kin."""
 MAX_STRIDE = 2**15 - 1
 MAX_FREE_SIZE = 2**16 - 1
 

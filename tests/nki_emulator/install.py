@@ -15,7 +15,8 @@ from types import ModuleType
 from . import isa, language
 from .jit import jit
 
-NAMES = ("nki", "nki.language", "nki.isa")
+NAMES = ("nki", "nki.language", "nki.isa", "nki.isa.constants")
+ENUMS = ("dge_mode", "engine", "matmul_perf_mode", "oob_mode", "reduce_cmd")
 
 
 def real_nki() -> ModuleType | None:
@@ -77,7 +78,10 @@ def _modules() -> dict[str, ModuleType]:
     package.__path__ = []
     package.language = _facade("nki.language", language)  # type: ignore[attr-defined]
     package.isa = _facade("nki.isa", isa)  # type: ignore[attr-defined]
-    return {"nki": package, "nki.language": package.language, "nki.isa": package.isa}
+    package.isa.__path__ = []
+    package.isa.constants = _module("nki.isa.constants", {n: getattr(isa, n) for n in ENUMS})
+    modules = package, package.language, package.isa, package.isa.constants
+    return dict(zip(NAMES, modules, strict=True))
 
 
 def _module(name: str, namespace: dict[str, object]) -> ModuleType:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,6 +17,8 @@ from . import dtypes, geometry, hardware, rules
 from .context import Options, Program, SharedMemory, activate, refuse, running
 from .cores import run_programs
 from .errors import EmulatorError, Rule
+from .isa.control import Exchange
+from .language import NKIObject
 from .memory import HOST, UNWRITTEN, Buffer, Memory, Storage, from_host
 from .record import Instruction
 from .tensor import Tensor, whole
@@ -62,9 +66,9 @@ class Kernel:
         return Kernel(self.function, grid)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run with default options and return the results as NumPy arrays."""
+        """Run with default options and return the results as NumPy arrays; inside a kernel, a plain call."""
         if running():
-            refuse(rules.NO_NESTED_KERNEL, self.function.__name__, "", "called from inside another kernel")
+            return self.function(*args, **kwargs)
         result = launch(self, args, kwargs, Options())
         return result.outputs[0] if result.single else result.outputs
 
@@ -75,10 +79,14 @@ def _refuse(kernel: Kernel, rule: Rule, operand: str, found: str) -> NoReturn:
     refuse(rule, code.co_name, operand, found, f"{code.co_filename}:{code.co_firstlineno}")
 
 
+JIT_OPTIONS = {"mode", "platform_target", "debug_kernel"}
+"""Options of nki.jit that say how it is built, not what it computes."""
+
+
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Decorator of a kernel's entry function."""
-    if options:
-        refuse(rules.NOT_MODELLED, "nki.jit", "", f"options {sorted(options)} were removed in NKI 0.3")
+    if options.keys() - JIT_OPTIONS:
+        refuse(rules.NOT_MODELLED, "nki.jit", "", f"options {sorted(options)}")
     if function is None:
         return jit
     _check_signature(function)
@@ -123,7 +131,11 @@ def _run(kernel: Kernel, programs: list[Program], body: Callable[[], _Returned])
         finally:
             activate(None)
 
-    def cross(waiting: list[Storage | None]) -> None:
+    def cross(waiting: list[Any]) -> None:
+        if all(isinstance(exchange, Exchange) for exchange in waiting):
+            if not waiting[0].meet(waiting[1]):
+                _refuse(kernel, rules.SENDRECV, "", "the programs' tiles differ in size or type, or their pipes do")
+            return
         if waiting[0] is None or any(storage is not waiting[0] for storage in waiting):
             _refuse(kernel, rules.CORE_BARRIER, "", "the programs do not wait for the same tensor")
         waiting[0].marks.publish()
@@ -132,8 +144,15 @@ def _run(kernel: Kernel, programs: list[Program], body: Callable[[], _Returned])
 
 
 def _argument(kernel: Kernel, name: str, value: Any, options: Options) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_argument(kernel, name, item, options) for item in value)
+    if isinstance(value, tuple | list):
+        return type(value)(_argument(kernel, name, item, options) for item in value)
+    if isinstance(value, NKIObject):
+        converted = copy.copy(value)
+        for key, item in vars(value).items():
+            object.__setattr__(converted, key, _argument(kernel, f"{name}.{key}", item, options))
+        return converted
+    if isinstance(value, Enum | dtypes.DType):
+        return value
     if value is None or isinstance(value, bool | int | float | str):
         if type(value) is int and not hardware.INT32_MIN <= value <= hardware.INT32_MAX:
             _refuse(kernel, rules.CONSTANT, name, f"{value} is not a 32-bit int")
@@ -178,6 +197,9 @@ def _check_programs(kernel: Kernel, programs: list[Program], returned: list[_Ret
     for program, (tensors, _) in zip(programs[1:], returned[1:], strict=True):
         if [(id(t.storage), t.shape) for t in tensors] != [(id(t.storage), t.shape) for t in returned[0][0]]:
             _refuse(kernel, rules.SAME_STRUCTURE, "results", "the programs return different tensors")
+        if not program.instructions or not programs[0].instructions:
+            idle = program.index if not program.instructions else 0
+            _refuse(kernel, rules.IDLE_PROGRAM, "", f"program {idle} issues no instruction")
         if program.trips != programs[0].trips:
             found = f"{programs[0].trips} in program 0, {program.trips} in program {program.index}"
             _refuse(kernel, rules.SAME_CONTROL_FLOW, "", found)

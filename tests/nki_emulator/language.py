@@ -10,6 +10,7 @@ from . import dtypes, hardware, rules
 from .call import Call, Engine, free_elements
 from .context import current, refuse, refuse_name
 from .dtypes import DType
+from .isa import memset, tensor_copy, tensor_reduce
 from .loops import fori_loop, while_loop
 from .memory import OTHER, Buffer
 from .operators import OPS
@@ -41,10 +42,10 @@ class tile_size:  # noqa: N801 - NKI's own spelling
     sbuf_size_bytes = hardware.SBUF_BYTES_PER_PARTITION * hardware.PARTITIONS
 
 
-def ndarray(shape: Any, dtype: Any, buffer: Any = Buffer.sbuf, name: str = "", address: None = None) -> Tensor:
-    """A new tensor. Its elements are not initialised."""
-    if address is not None:
-        refuse(rules.NOT_MODELLED, "nl.ndarray", "address", "manual placement: allocation is automatic here")
+def ndarray(
+    shape: Any, dtype: Any, buffer: Any = Buffer.sbuf, name: str = "", address: tuple[int, int] | None = None
+) -> Tensor:
+    """A new tensor. Its elements are not initialised; where it is placed (`address`) is not modelled."""
     tensor = new_tensor(shape, dtype, buffer)
     tensor.storage.name = name
     return tensor
@@ -74,13 +75,49 @@ def program_ndim() -> int:
     return current().ndim
 
 
+def zeros(shape: Any, dtype: Any, buffer: Any = Buffer.sbuf, name: str = "") -> Tensor:
+    """A new on-chip tensor of zeros."""
+    tensor = ndarray(shape, dtype, buffer, name)
+    memset(dst=tensor, value=0)
+    return tensor
+
+
+def sum(x: Tensor, axis: Any, dtype: DType | None = None, keepdims: bool = False) -> Tensor:  # noqa: A001 - NKI's name
+    """A new SBUF tensor: x summed over trailing free axes."""
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    kept = x.shape[: x.ndim - len(axes)] + ((1,) * len(axes) if keepdims else ())
+    out = ndarray(kept if len(kept) > 1 else (*kept, 1), x.dtype if dtype is None else dtype)
+    tensor_reduce(dst=out, op=OPS["add"], data=x, axis=axes, keepdims=keepdims)
+    return out
+
+
+def broadcast_to(x: Tensor, shape: Any) -> Tensor:
+    """A view of x whose dimensions of size 1 are repeated."""
+    view = x
+    for axis, size in enumerate(shape):
+        if view.shape[axis] != size:
+            view = view.broadcast(axis, size)
+    return view
+
+
+def affine_range(start: int, stop: int | None = None, step: int = 1) -> range:
+    """A plain unrolled range, by its older name."""
+    return static_range(start, stop, step)
+
+
+sequential_range = affine_range
+
+
 def static_range(start: int, stop: int | None = None, step: int = 1) -> range:
     """A plain unrolled range."""
     return range(start) if stop is None else range(start, stop, step)
 
 
-def shared_identity_matrix(n: int, dtype: Any = dtypes.uint8) -> Tensor:
-    """The n x n identity in SBUF; one copy per program and type."""
+def shared_identity_matrix(n: int, dtype: Any = dtypes.uint8, dst: Tensor | None = None) -> Tensor:
+    """The n x n identity in SBUF; one copy per program and type, or written to `dst`."""
+    if dst is not None:
+        tensor_copy(dst=dst, src=shared_identity_matrix(n, dst.dtype))
+        return dst
     program = current()
     key = n, str(dtype)
     if key not in program.identities:
@@ -113,6 +150,25 @@ def _refuse(name: str) -> NoReturn:
 
 
 __all__ = [
-    "NKIObject", "ds", "fori_loop", "hbm", "ndarray", "num_programs", "private_hbm", "program_id", "program_ndim",
-    "psum", "sbuf", "shared_hbm", "shared_identity_matrix", "static_range", "tile_size", "while_loop",
+    "NKIObject",
+    "affine_range",
+    "broadcast_to",
+    "ds",
+    "fori_loop",
+    "hbm",
+    "ndarray",
+    "num_programs",
+    "private_hbm",
+    "program_id",
+    "program_ndim",
+    "psum",
+    "sbuf",
+    "sequential_range",
+    "shared_hbm",
+    "shared_identity_matrix",
+    "static_range",
+    "sum",
+    "tile_size",
+    "while_loop",
+    "zeros",
 ]  # fmt: skip

@@ -139,8 +139,6 @@ def _check_signature(function: ast.FunctionDef, *, entry: bool) -> Iterator[_Fou
         yield line, "no-star", f"{function.name}: starred parameters are not supported"
     if arguments.kwonlyargs or arguments.posonlyargs:
         yield line, "no-keyword-only", f"{function.name}: parameters after * or before / are not supported"
-    if arguments.defaults and not entry:
-        yield line, "no-helper-default", f"{function.name}: defaults of helpers are reported to be dropped: pass all"
 
 
 def _check_class(node: ast.ClassDef) -> Iterator[_Found]:

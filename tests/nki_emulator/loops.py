@@ -25,11 +25,11 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], None
     _run("fori_loop", iter(range(first, last, step)), trip)
 
 
-def while_loop(init_reg: Any, body_fun: Callable[[VirtualRegister], VirtualRegister]) -> None:
-    """Run body_fun(r) while its register, at first init_reg, is not 0."""
-    if not isinstance(init_reg, VirtualRegister):
-        refuse(rules.LOOP_BOUNDS, "while_loop", "init_reg", f"{type(init_reg).__name__} is not a register")
-    register = init_reg
+def while_loop(init: Any, body_fun: Callable[[VirtualRegister], VirtualRegister]) -> None:
+    """Run body_fun(r) while its register, at first `init`, is not 0."""
+    if not isinstance(init, VirtualRegister):
+        refuse(rules.LOOP_BOUNDS, "while_loop", "init", f"{type(init).__name__} is not a register")
+    register = init
 
     def trip(_: int) -> None:
         nonlocal register

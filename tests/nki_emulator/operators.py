@@ -55,6 +55,7 @@ ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "logical_and": _logical(np.logical_and),
     "logical_or": _logical(np.logical_or),
     "logical_xor": _logical(np.logical_xor),
+    "power": lambda a, b: np.asarray(np.power(np.float64(a), np.float64(b)), np.float32),
 }
 """Binary arithmetic operators, on fp32 arrays."""
 
@@ -91,8 +92,11 @@ BITVEC: dict[str, Callable[[Array, Array], Array]] = {
 """Binary bitvec operators, on integer arrays of one type."""
 
 SHIFTS = ("left_shift", "right_shift")
-REDUCING = ("add", "subtract", "multiply", "maximum", "minimum")
+REDUCING = ("add", "subtract", "multiply", "maximum", "minimum", "logical_and", "logical_or", "logical_xor")
 BITVEC_REDUCING = ("bitwise_and", "bitwise_or", "bitwise_xor")
+BITVEC_REDUCED_TYPES = ("uint8", "uint16", "uint32", "int32")
+"""What the compiler takes (NCC_IBVF038, aws-neuron-sdk issue 1381)."""
+LOGICAL_REDUCING = ("logical_and", "logical_or", "logical_xor")
 TRN3_ONLY = ("abs_max", "abs_min", "square", "relu")
 NOT_ON_DEVICE = ("divide", "mod", "fmod", "floor_divide")
 
@@ -107,6 +111,30 @@ def _softplus(x: F32) -> F32:
 
 def _precise(function: Callable[[Any], Any]) -> Callable[[F32], F32]:
     return lambda x: np.asarray(function(x.astype(np.float64)), np.float32)
+
+
+def _erf(x: Any) -> Any:
+    return np.vectorize(math.erf, otypes=[np.float64])(x)
+
+
+def _logistic(x: Any) -> Any:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def _normal_cdf(x: Any) -> Any:
+    return 0.5 * (1.0 + _erf(x / math.sqrt(2.0)))
+
+
+def _normal_density(x: Any) -> Any:
+    return np.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+
+
+def _gelu(x: Any) -> Any:
+    return x * _normal_cdf(x)
+
+
+def _gelu_tanh(x: Any) -> Any:
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
 _ANY = (-math.inf, math.inf)
@@ -134,6 +162,16 @@ ACTIVATIONS: dict[str, Activation] = {
     "tanh": Activation(_precise(np.tanh), *_ANY),
     "softplus": Activation(_softplus, *_ANY),
     "exp": Activation(_precise(np.exp), *_ANY),
+    "erf": Activation(_precise(_erf), *_ANY),
+    "erf_dx": Activation(_precise(lambda x: 2.0 / math.sqrt(math.pi) * np.exp(-x * x)), *_ANY),
+    "gelu": Activation(_precise(_gelu), *_ANY),
+    "gelu_dx": Activation(_precise(lambda x: _normal_cdf(x) + x * _normal_density(x)), *_ANY),
+    "gelu_apprx_tanh": Activation(_precise(_gelu_tanh), *_ANY),
+    "gelu_apprx_sigmoid": Activation(_precise(lambda x: x / (1.0 + np.exp(-1.702 * x))), *_ANY),
+    "mish": Activation(_precise(lambda x: x * np.tanh(np.logaddexp(0.0, x))), *_ANY),
+    "relu_dx": Activation(lambda x: (x > 0).astype(np.float32), *_ANY),
+    "tanh_dx": Activation(_precise(lambda x: 1.0 - np.square(np.tanh(x))), *_ANY),
+    "silu_dx": Activation(_precise(lambda x: _logistic(x) * (1.0 + x * (1.0 - _logistic(x)))), *_ANY),
     "log": Activation(_precise(np.log), 2.0**-64, 2.0**64),
     "sin": Activation(_precise(np.sin), -math.pi, math.pi),
     "arctan": Activation(_precise(np.arctan), -math.pi / 2, math.pi / 2),
@@ -142,8 +180,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "reciprocal": Activation(_precise(lambda x: 1.0 / x), 2.0**-42, 2.0**42, both_signs=True),
 }
 
-NAMES = sorted({*ARITHMETIC, *UNARY, *BITVEC, *ACTIVATIONS, *TRN3_ONLY, *NOT_ON_DEVICE, "invert", "power"})
-OPS: dict[str, Op] = {name: Op(name) for name in NAMES}
+NAMES = sorted({*ARITHMETIC, *UNARY, *BITVEC, *ACTIVATIONS, *TRN3_ONLY, *NOT_ON_DEVICE, "invert"})
+OPS: dict[str, Op] = {name: Op(name) for name in NAMES} | {"max": Op("maximum"), "min": Op("minimum")}
 
 
 def op_name(op: str, role: str, value: Any) -> str:
@@ -152,8 +190,6 @@ def op_name(op: str, role: str, value: Any) -> str:
         refuse(rules.OPERAND_KIND, op, role, f"{value!r} is not an nl operator")
     if value.name in NOT_ON_DEVICE:
         refuse(rules.NO_DIVIDE, op, role, repr(value))
-    if value.name == "power":
-        refuse(rules.NOT_MODELLED, op, role, "nl.power")
     return value.name
 
 

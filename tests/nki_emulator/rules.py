@@ -66,11 +66,13 @@ FREE_DIMS = Rule(
     "a compute operand steps through at most three free dimensions, counted after merging",
     _APS + " (most instructions support 1D to 3D; it does not say which support 4D)",
 )
-STRIDE_RANGE = Rule("stride-range", "an element step is a signed and a size an unsigned 16-bit number", _APS)
+STRIDE_RANGE = Rule(
+    "stride-range", "in an engine's pattern an element step is a signed and a size an unsigned 16-bit number", _APS
+)
 BROADCAST_WRITE = Rule("broadcast-write", "a destination addresses every element once", _APS)
 SAME_SHAPE = Rule(
     "same-shape",
-    "elementwise operands have one shape; nothing is broadcast implicitly",
+    "elementwise operands have equal partitions and equally many elements in each; nothing is broadcast",
     _isa("tensor_tensor"),
 )
 OVERLAP = Rule(
@@ -101,7 +103,7 @@ PSUM_SIZE = Rule("psum-size", "an operand in PSUM has at most 4096 fp32 elements
 # Kernels, programs and results
 KERNEL_ARGUMENTS = Rule(
     "kernel-arguments",
-    "arguments are arrays, numbers, strings, None and tuples of those, positional or by name",
+    "arguments are arrays, numbers, strings, None, types, enums, NKIObjects, tuples and lists, positional or by name",
     _MIGRATION,
 )  # fmt: skip
 READ_ONLY_ARGUMENT = Rule(
@@ -131,10 +133,6 @@ SAME_CONTROL_FLOW = Rule("same-control-flow", "both cores take the same dynamic 
 CORE_BARRIER = Rule(
     "core-barrier", "a barrier names shared_hbm data and cores (0, 1), and both programs reach it", _isa("core_barrier")
 )
-NO_NESTED_KERNEL = Rule(
-    "no-nested-kernel", "only the entry is decorated with nki.jit; helpers are plain functions", _GUIDE
-)
-
 SHARED_NAME = Rule(
     "shared-name",
     "a shared_hbm tensor that is no result has a name, by which the cores find it",
@@ -163,7 +161,7 @@ LOOP_ACCUMULATE = Rule(
 # Values
 VALUE_INT = Rule("int32-exact", "arithmetic is fp32: integers beyond 2^24 would be rounded", _isa("tensor_tensor"))
 CONSTANT = Rule("constant", "a constant is a 32-bit int or an fp32 float that its operand type can hold", _GUIDE)
-MEMSET_VALUE = Rule("memset-value", "an int fills integer tiles, a float fills float tiles", _MIGRATION)
+MEMSET_VALUE = Rule("memset-value", "integer tiles are filled with an int, float tiles with a number", _MIGRATION)
 FP8_OVERFLOW = Rule(
     "fp8-overflow",
     "a value written to fp8 is finite in range (e4m3: below 248, which rounds to 240); clamp first",
@@ -180,11 +178,13 @@ GPSIMD_NO_FP8 = Rule(
 OP_CLASS = Rule("op-class", "operators are all bitvec or all arithmetic, and of the kind the operand needs", _SHARED)
 BITVEC = Rule(
     "bitvec",
-    "bitvec operators take integers of one type on both sides and integer constants, on VectorE",
+    "bitvec operators take integers of one type on both sides, on VectorE; reductions only uint8/16/32 and int32",
     _isa("tensor_scalar"),
 )
 SCALAR_OPERAND = Rule(
-    "scalar-operand", "a per-partition operand is a float32 tile of shape (partitions, 1)", _isa("tensor_scalar")
+    "scalar-operand",
+    "a per-partition operand has shape (partitions, 1): float32, for bitvec operators data's integer type",
+    _isa("tensor_scalar"),
 )
 UNARY = Rule("unary", "a unary operator takes no operand (None or 0)", _isa("tensor_scalar"))
 REDUCE_AXES = Rule("reduce-axes", "only trailing free axes can be reduced", _isa("tensor_reduce"))
@@ -208,7 +208,7 @@ DMA_TRANSPOSE = Rule(
 )
 DYNAMIC_OFFSET = Rule(
     "dynamic-offset",
-    "a run-time offset is a register or a (1,1) int32 SBUF tile, one a view, and stays inside the tensor",
+    "a run-time offset is a register or a (1,1) integer SBUF tile (on chip: uint32), one a view, and stays inside",
     _APS,
 )
 GATHER = Rule(
@@ -240,7 +240,7 @@ MATMUL_ACCUMULATE = Rule(
 )
 MATMUL_TILING = Rule(
     "matmul-tiling",
-    "tile_size is (32|64|128, 128) and tile_position (a multiple of it, 0), both given",
+    "tile_size is (32|64|128, 32|64|128) and tile_position a multiple of it, which dst's partitions follow, both given",
     _isa("nc_matmul"),
 )
 MATMUL_ONEZERO = Rule(
@@ -256,6 +256,24 @@ TRANSPOSE = Rule(
 )
 FP8_TRANSPOSE = Rule(
     "fp8-transpose", "TensorE writes a transposed fp8 element into 16 bits: dst has element step 2", _TRN2
+)
+BN_SIZE = Rule(
+    "bn-size",
+    "bn_stats takes up to 512 elements a partition and gives 6; bn_aggr takes groups of three and gives 2",
+    _isa("bn_stats") + " and bn_aggr",
+)
+LOCAL_GATHER = Rule(
+    "local-gather",
+    "uint16 indices and data in SBUF, in groups of 16 partitions; dst holds num_valid_indices elements a partition",
+    _isa("local_gather"),
+)
+SENDRECV = Rule(
+    "sendrecv", "both cores exchange SBUF tiles of one size and type with each other, on one pipe", _isa("sendrecv")
+)
+IDLE_PROGRAM = Rule(
+    "idle-program",
+    "both programs of a launch issue instructions: each core runs the same program on its share",
+    _LNC,
 )
 MAX8 = Rule(
     "max8",

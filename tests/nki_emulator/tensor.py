@@ -21,6 +21,8 @@ from .geometry import Shape
 from .memory import Buffer, ByteView, Storage, allocate
 from .registers import VirtualRegister
 
+_INDEX_TYPES = ("int32", "uint32")
+
 
 @dataclass(frozen=True)
 class DynamicSlice:
@@ -254,8 +256,11 @@ class Tensor(_NoOperators):
         return self._view(self.shape[:axis] + self.shape[axis + 1 :], self.strides[:axis] + self.strides[axis + 1 :])
 
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> Tensor:
-        """Split one dimension."""
+        """Split one dimension; -1 stands for whatever is left."""
         axis = self._free_dim("reshape_dim", dim)
+        if list(shape).count(-1) == 1:
+            known = -geometry.count(tuple(shape))
+            shape = [self.shape[axis] // known if size == -1 else size for size in shape]
         if geometry.count(tuple(shape)) != self.shape[axis]:
             self._refuse("reshape_dim", f"dimension {dim} of {self.shape} into {tuple(shape)}")
         split = tuple(s * self.strides[axis] for s in geometry.contiguous_strides(tuple(shape)))
@@ -264,13 +269,13 @@ class Tensor(_NoOperators):
             (*self.strides[:axis], *split, *self.strides[axis + 1 :]),
         )
 
-    def flatten_dims(self, start: int, end: int) -> Tensor:
-        """Merge the dimensions start..end (both included)."""
-        first, last = self._free_dim("flatten_dims", start), self._free_dim("flatten_dims", end)
+    def flatten_dims(self, start_dim: int, end_dim: int) -> Tensor:
+        """Merge the dimensions start_dim..end_dim (both included)."""
+        first, last = self._free_dim("flatten_dims", start_dim), self._free_dim("flatten_dims", end_dim)
         merged = geometry.count(self.shape[first : last + 1])
         strides = geometry.reshape_strides(self.shape[first : last + 1], self.strides[first : last + 1], (merged,))
         if first >= last or strides is None:
-            self._refuse("flatten_dims", f"dimensions {start}..{end} of {self.shape}, strides {self.strides}")
+            self._refuse("flatten_dims", f"dimensions {start_dim}..{end_dim} of {self.shape}, strides {self.strides}")
         return self._view(
             (*self.shape[:first], merged, *self.shape[last + 1 :]),
             (*self.strides[:first], *strides, *self.strides[last + 1 :]),
@@ -297,7 +302,7 @@ class Tensor(_NoOperators):
         good = (
             isinstance(source, Tensor)
             and source.buffer is Buffer.sbuf
-            and source.dtype.name in ("int32", "uint32")
+            and source.dtype.name in _INDEX_TYPES
             and source.shape == (self.shape[0], 1)
         )
         if not good or self.buffer.on_chip or self.is_indirect():
@@ -309,7 +314,7 @@ class Tensor(_NoOperators):
         if self.dynamic is not None:
             refuse(rules.DYNAMIC_OFFSET, "tensor", "", "the view has a run-time offset already")
         if isinstance(source, Tensor):
-            good = source.buffer is Buffer.sbuf and source.dtype.name == "int32" and source.shape == (1, 1)
+            good = source.buffer is Buffer.sbuf and source.dtype.name in _INDEX_TYPES and source.shape == (1, 1)
             if not good:
                 found = f"{source.dtype} {source.shape} in {source.buffer.value}"
                 refuse(rules.DYNAMIC_OFFSET, "tensor", "offset", found)
@@ -326,28 +331,31 @@ class Tensor(_NoOperators):
         indirect_dim: int = 0,
         dtype: DType | None = None,
     ) -> Tensor:
-        """A raw access pattern [[stride, count], ...] over a whole tensor."""
+        """A raw access pattern [[stride, count], ...] over the whole tensor, wherever the view it is called on lies.
+
+        A run-time offset counts in rows of that view where it is the whole tensor in another shape.
+        """
         base = whole(self.storage)
-        if (self.shape, self.strides, self.offset, self.dtype) != (base.shape, base.strides, 0, base.dtype):
-            self._refuse("ap", "called on a view; call it on the tensor, with offset= and dtype=")
-        element = self.storage.dtype if dtype is None else dtype
+        element = self.dtype if dtype is None else dtype
+        entire = self.offset == 0 and geometry.count(self.shape) * self.dtype.itemsize == self.storage.size
+        rows = self if entire and self.is_contiguous() else base
         if element.kind == "refused":
             refuse(rules.TRN2_ONLY, "tensor.ap", "", f"element type {element}")
         strides, shape = tuple(p[0] for p in pattern), tuple(p[1] for p in pattern)
         start = 0 if offset is None else offset
         self._check_pattern(shape if vector_offset is None else (1, *shape[1:]), strides, start, element)
         result = replace(base, dtype=element)._view(shape, strides, start)
-        step = geometry.count(self.storage.shape[indirect_dim + 1 :]) * self.storage.dtype.itemsize // element.itemsize
+        step = geometry.count(rows.shape[indirect_dim + 1 :]) * rows.dtype.itemsize // element.itemsize
         if vector_offset is not None:
             if scalar_offset is not None or indirect_dim != 0 or strides[0] != step:
                 found = f"indirect_dim {indirect_dim}, first stride {strides[0]}, a row has {step} elements"
                 refuse(rules.GATHER, "tensor.ap", "vector_offset", found)
-            return result._gathered("ap", vector_offset, step, self.storage.shape[0])
+            return result._gathered("ap", vector_offset, step, rows.shape[0])
         if scalar_offset is None:
             return result
         if self.buffer.on_chip and indirect_dim == 0:
             refuse(rules.DYNAMIC_OFFSET, "tensor.ap", "indirect_dim", "dimension 0 is the partition")
-        return replace(result, dynamic=self._dynamic(scalar_offset, step, self.storage.shape[indirect_dim]))
+        return replace(result, dynamic=self._dynamic(scalar_offset, step, rows.shape[indirect_dim]))
 
     def _check_pattern(self, shape: Shape, strides: Shape, offset: int, element: DType) -> None:
         if not shape or any(size < 1 for size in shape) or any(step < 0 for step in strides) or offset < 0:

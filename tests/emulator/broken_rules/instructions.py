@@ -66,10 +66,21 @@ def bitvec_on_floats() -> None:
     nisa.tensor_scalar(dst=tile((P, 4)), data=tile((P, 4)), op0=nl.bitwise_and, operand0=1)
 
 
-@breaks(rules.BITVEC, "tensor_scalar", "operand0")
-def bitvec_with_a_tile() -> None:
+@breaks(rules.SCALAR_OPERAND, "tensor_scalar", "operand0")
+def bitvec_with_a_tile_of_another_type() -> None:
     t = tile((P, 4), nl.int32)
-    nisa.tensor_scalar(dst=t, data=t, op0=nl.bitwise_and, operand0=tile((P, 1), nl.int32))
+    nisa.tensor_scalar(dst=t, data=t, op0=nl.bitwise_and, operand0=tile((P, 1), nl.uint32))
+
+
+@breaks(rules.CONSTANT, "tensor_scalar", "shift")
+def shift_by_a_tile_of_too_much() -> None:
+    t = tile((P, 4), nl.int32)
+    nisa.tensor_scalar(dst=t, data=t, op0=nl.left_shift, operand0=tile((P, 1), nl.int32, value=32))
+
+
+@breaks(rules.BITVEC, "tensor_reduce", "data")
+def bit_reduction_of_signed_bytes() -> None:
+    nisa.tensor_reduce(dst=empty((P, 1), nl.int8), op=nl.bitwise_or, data=tile((P, 4), nl.int8), axis=1)
 
 
 @breaks(rules.BITVEC, "tensor_tensor", "data1")
@@ -335,3 +346,35 @@ def value_that_is_not_there() -> None:
 def signed_places() -> None:
     same = tile((P, 16)), tile((P, 8))
     nisa.nc_match_replace8(dst=empty((P, 16)), data=same[0], vals=same[1], imm=0.0, dst_idx=empty((P, 8), nl.int32))
+
+
+@breaks(rules.BN_SIZE, "bn_stats", "data")
+def statistics_of_513_elements() -> None:
+    nisa.bn_stats(dst=empty((P, 6)), data=tile((P, 513)))
+
+
+@breaks(rules.BN_SIZE, "bn_aggr", "data")
+def aggregation_of_four_elements() -> None:
+    nisa.bn_aggr(dst=empty((P, 2)), data=tile((P, 4)))
+
+
+@breaks(rules.LOCAL_GATHER, "local_gather", "index")
+def gather_by_signed_indices() -> None:
+    nisa.local_gather(dst=empty((P, 16)), src_buffer=tile((P, 4)), index=tile((P, 1), nl.int16))
+
+
+@breaks(rules.LOCAL_GATHER, "local_gather", "dst")
+def gather_into_too_little() -> None:
+    nisa.local_gather(dst=empty((P, 15)), src_buffer=tile((P, 4)), index=tile((P, 1), nl.uint16))
+
+
+@breaks(rules.OP_CLASS, "range_select", "comp_op0")
+def range_by_addition() -> None:
+    t, bound = tile((P, 8)), tile((P, 1))
+    nisa.range_select(dst=t, on_true_tile=t, comp_op0=nl.add, comp_op1=nl.less, bound0=bound, bound1=bound)
+
+
+@breaks(rules.OP_CLASS, "tensor_tensor_scan", "op1")
+def scan_of_bits() -> None:
+    t = tile((P, 8))
+    nisa.tensor_tensor_scan(dst=t, data0=t, data1=t, initial=0.0, op0=nl.add, op1=nl.bitwise_and)

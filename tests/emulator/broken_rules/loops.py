@@ -18,8 +18,8 @@ def register_from_a_row() -> None:
 
 
 @breaks(rules.REGISTER, "register_move", "src")
-def register_from_an_immediate() -> None:
-    nisa.register_move(nisa.register_alloc(), 1)
+def register_from_a_float() -> None:
+    nisa.register_move(nisa.register_alloc(), 1.0)
 
 
 @breaks(rules.REGISTER, "register_move", "dst")
@@ -64,7 +64,7 @@ def float_bound() -> None:
     nl.fori_loop(0, 2.0, lambda i: None)
 
 
-@breaks(rules.LOOP_BOUNDS, "while_loop", "init_reg")
+@breaks(rules.LOOP_BOUNDS, "while_loop", "init")
 def while_without_register() -> None:
     nl.while_loop(1, lambda r: r)
 

@@ -159,6 +159,12 @@ def tile_position_between_tiles() -> None:
     nisa.nc_matmul(dst=out, stationary=t, moving=t, tile_position=(16, 0), tile_size=(32, 128))
 
 
+@breaks(rules.MATMUL_TILING, "nc_matmul", "dst")
+def column_tile_into_other_partitions() -> None:
+    out, t = empty((4, 4), buffer=nl.psum), tile((P, 4))
+    nisa.nc_matmul(dst=out, stationary=t, moving=t, tile_position=(0, 32), tile_size=(128, 32))
+
+
 @breaks(rules.OPERAND_KIND, "nc_matmul", "accumulate")
 def accumulate_as_string() -> None:
     out, t = empty((4, 4), buffer=nl.psum), tile((4, 4))

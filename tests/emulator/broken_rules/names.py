@@ -11,9 +11,9 @@ from tests.emulator.broken_rules import breaks, breaks_launch
 from tests.emulator.support import P, empty, execute, tile
 
 
-@breaks(rules.NOT_MODELLED, "nisa.bn_stats")
+@breaks(rules.NOT_MODELLED, "nisa.rand2")
 def unlisted_instruction() -> None:
-    nisa.bn_stats(dst=tile((P, 6)), data=tile((P, 8)))
+    nisa.rand2(dst=tile((P, 6)))
 
 
 @breaks(rules.NOT_MODELLED, "nl.dynamic_range")
@@ -26,14 +26,10 @@ def nl_function_call() -> None:
     nl.add(tile((P, 4)), tile((P, 4)))
 
 
-@breaks(rules.NOT_MODELLED, "nl.ndarray", "address")
-def manual_placement() -> None:
-    nl.ndarray((P, 4), dtype=nl.float32, buffer=nl.sbuf, address=(0, 0))
-
-
-@breaks(rules.NOT_MODELLED, "tensor_tensor", "op")
-def power() -> None:
-    nisa.tensor_tensor(dst=tile((P, 4)), data1=tile((P, 4)), data2=tile((P, 4)), op=nl.power)
+@breaks(rules.ENGINE, "tensor_tensor", "engine")
+def power_on_the_vector_engine() -> None:
+    t = tile((P, 4))
+    nisa.tensor_tensor(dst=t, data1=t, data2=t, op=nl.power, engine=nisa.engine.vector)
 
 
 @breaks(rules.NOT_MODELLED, "tensor.rearrange")

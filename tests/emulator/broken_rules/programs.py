@@ -6,18 +6,18 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from nki_emulator import Options, TensorSpec, rules
+from nki_emulator import Options, TensorSpec, rules, run
 from nki_emulator import isa as nisa
 from nki_emulator import language as nl
 from nki_emulator.jit import jit
 
 from tests.emulator.broken_rules import breaks, breaks_launch
-from tests.emulator.support import empty, execute, store, tile
+from tests.emulator.support import P, empty, execute, store, tile
 
 
 @breaks_launch(rules.KERNEL_ARGUMENTS, "kernel", "a")
-def list_argument() -> None:
-    execute(lambda a: None, [1, 2])
+def set_argument() -> None:
+    execute(lambda a: None, {1, 2})
 
 
 @breaks_launch(rules.KERNEL_ARGUMENTS, "keyword_only", "n")
@@ -140,12 +140,41 @@ def barrier_without_a_second_core() -> None:
     execute(lambda a: nisa.core_barrier(data=a, cores=(0, 1)), np.zeros((4, 4), np.float32))
 
 
-@breaks_launch(rules.NO_NESTED_KERNEL, "inner")
-def kernel_calls_a_kernel() -> None:
-    @jit
-    def inner() -> None: ...
+@breaks_launch(rules.IDLE_PROGRAM, "kernel")
+def one_core_with_nothing_to_do() -> None:
+    def kernel() -> Any:
+        out = nl.ndarray((1, 4), dtype=nl.float32, buffer=nl.shared_hbm)
+        if nl.program_id(0) == 0:
+            nisa.dma_copy(dst=out, src=tile((1, 4)))
+        return out
 
-    execute(lambda: inner())
+    run(jit(kernel), grid=2)
+
+
+def exchanging(size: int, pipe: int) -> None:
+    """sendrecv of a tile whose size, or over a pipe whose number, differs between the programs."""
+
+    def body() -> None:
+        mine = nl.program_id(0)
+        src, dst = tile((P, 4 + mine * size)), empty((P, 4 + mine * size))
+        nisa.sendrecv(src=src, dst=dst, send_to_rank=1 - mine, recv_from_rank=1 - mine, pipe_id=mine * pipe)
+
+    execute(body, grid=2)
+
+
+@breaks_launch(rules.SENDRECV, "kernel")
+def exchange_of_different_tiles() -> None:
+    exchanging(size=1, pipe=0)
+
+
+@breaks_launch(rules.SENDRECV, "kernel")
+def exchange_over_different_pipes() -> None:
+    exchanging(size=0, pipe=1)
+
+
+@breaks(rules.SENDRECV, "sendrecv", "send_to_rank")
+def exchange_of_one_core() -> None:
+    nisa.sendrecv(src=tile((P, 4)), dst=empty((P, 4)), send_to_rank=1, recv_from_rank=1, pipe_id=0)
 
 
 @breaks(rules.SHARED_NAME, "kernel")
@@ -155,7 +184,7 @@ def nameless_shared_scratch() -> None:
 
 @breaks_launch(rules.NOT_MODELLED, "nki.jit")
 def options_of_jit() -> None:
-    jit(mode="trace")
+    jit(cache=False)
 
 
 @breaks_launch(rules.DTYPE, "kernel", "a")

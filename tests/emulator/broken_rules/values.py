@@ -38,19 +38,14 @@ def shift_by_the_width() -> None:
     nisa.tensor_scalar(dst=t, data=t, op0=nl.left_shift, operand0=8)
 
 
-@breaks(rules.CONSTANT, "memset", "value")
-def memset_that_rounds() -> None:
-    nisa.memset(dst=empty((P, 4), nl.bfloat16), value=0.1)
-
-
 @breaks(rules.MEMSET_VALUE, "memset", "value")
 def float_into_integers() -> None:
     nisa.memset(dst=empty((P, 4), nl.int32), value=0.0)
 
 
 @breaks(rules.MEMSET_VALUE, "memset", "value")
-def int_into_floats() -> None:
-    nisa.memset(dst=empty((P, 4)), value=0)
+def boolean_into_floats() -> None:
+    nisa.memset(dst=empty((P, 4)), value=True)
 
 
 @breaks(rules.FP8_OVERFLOW, "tensor_scalar", "dst")

@@ -138,23 +138,17 @@ def broadcast_of_a_full_dimension() -> None:
     tile((P, 4)).broadcast(1, 8)
 
 
-@breaks(rules.VIEW, "tensor.ap")
-def pattern_of_a_view() -> None:
-    tile((P, 4))[:, 0:2].ap(pattern=[[4, P], [1, 2]])
-
-
 @breaks(rules.VIEW_RANK, "tensor")
 def six_dimensions() -> None:
     tile((P, 2, 2, 2, 2)).expand_dim(1)
 
 
-@breaks_launch(rules.STRIDE_RANGE, "dma_copy", "src")
+@breaks_launch(rules.STRIDE_RANGE, "tensor_copy", "src")
 def wide_step() -> None:
     def body(a: Any) -> None:
-        columns = a.ap(pattern=[[1, 2], [40000, 2]])
-        nisa.dma_copy(dst=empty((2, 2)), src=columns)
+        nisa.tensor_copy(dst=empty((2, 2), nl.uint8), src=load(a)[:, :, 0])
 
-    execute(body, np.zeros((2, 40000), np.float32))
+    execute(body, np.zeros((2, 2, 40000), np.uint8))
 
 
 @breaks(rules.BROADCAST_WRITE, "memset", "dst")
@@ -197,8 +191,13 @@ def four_free_dimensions() -> None:
 
 @breaks(rules.UNWRITTEN_READ, "tensor_copy", "offset")
 def offset_that_nobody_wrote() -> None:
-    view = tile((P, 4, 2)).select(1, empty((1, 1), nl.int32))
+    view = tile((P, 4, 2)).select(1, empty((1, 1), nl.uint32))
     nisa.tensor_copy(dst=empty((P, 2)), src=view)
+
+
+@breaks(rules.DYNAMIC_OFFSET, "tensor_copy", "src")
+def signed_offset_on_chip() -> None:
+    nisa.tensor_copy(dst=empty((P, 2)), src=tile((P, 4, 2)).select(1, tile((1, 1), nl.int32)))
 
 
 @breaks(rules.DYNAMIC_OFFSET, "tensor_copy", "offset")

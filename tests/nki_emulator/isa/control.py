@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,8 @@ def _register(call: Call, role: str, value: Any) -> VirtualRegister:
 
 
 def _element(call: Call, role: str, tensor: Tensor) -> None:
-    if geometry.count(tensor.shape) != 1 or tensor.dtype.name != "int32":
-        call.refuse(rules.REGISTER, role, f"{tensor.dtype} {tensor.shape}: one int32 element")
+    if geometry.count(tensor.shape) != 1 or tensor.dtype.name not in ("int32", "uint32"):
+        call.refuse(rules.REGISTER, role, f"{tensor.dtype} {tensor.shape}: one 32-bit integer")
 
 
 def register_load(dst: Any, src: Any) -> None:
@@ -48,9 +49,10 @@ def register_load(dst: Any, src: Any) -> None:
 
 
 def register_move(dst: Any, src: Any) -> None:
-    """Copy one register to another."""
+    """Copy a register or a constant to a register."""
     call = Call("register_move")
-    _register(call, "dst", dst).set(call.op, _register(call, "src", src).value)
+    value = src if type(src) is int else _register(call, "src", src).value
+    _register(call, "dst", dst).set(call.op, value)
     call.finish(Engine.sync, 1)
 
 
@@ -78,3 +80,38 @@ def core_barrier(data: Any, cores: Any, engine: Any = Engine.gpsimd, name: str |
     )
     call.program.core.wait_at(tensor.storage)
     call.finish(chosen, 1)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a core waits with in sendrecv: the tiles it gives and fills."""
+
+    pipe: int
+    src: Tensor
+    dst: Tensor
+
+    def meet(self, other: Exchange) -> bool:
+        """Fill both destinations, if the two belong together."""
+        pairs = ((self, other), (other, self))
+        sizes = {(t.shape[0], geometry.count(t.shape), t.dtype.name) for e, _ in pairs for t in (e.src, e.dst)}
+        if self.pipe != other.pipe or len(sizes) != 1:
+            return False
+        if self.src.storage.data is not None:
+            given = [e.src.raw().copy() for e, _ in pairs]
+            for (_, receiver), data in zip(pairs, given, strict=True):
+                receiver.dst.raw()[...] = data.reshape(receiver.dst.raw().shape)
+        return True
+
+
+def sendrecv(src: Any, dst: Any, send_to_rank: int, recv_from_rank: int, pipe_id: int, name: str | None = None) -> None:
+    """Give src to the other core and take its src into dst; both cores meet here."""
+    call = Call("sendrecv")
+    given, taken = call.source("src", src, (Buffer.sbuf,)), call.destination("dst", dst, (Buffer.sbuf,))
+    call.check_overlap()
+    other = 1 - call.program.index
+    if call.program.count != hardware.MAX_PROGRAMS or (send_to_rank, recv_from_rank) != (other, other):
+        call.refuse(rules.SENDRECV, "send_to_rank", f"{send_to_rank}, {recv_from_rank} of {call.program.count} cores")
+    if call.program.loops:
+        call.refuse(rules.NOT_MODELLED, "", "an exchange inside a dynamic loop")
+    call.program.core.wait_at(Exchange(pipe_id, given, taken))
+    call.finish(Engine.dma, geometry.count(taken.shape[1:]))

@@ -25,15 +25,16 @@ def tensor_tensor(
     a, b = call.source("data1", data1), call.source("data2", data2)
     out = call.destination("dst", dst)
     call.check_geometry()
-    call.same_shape(out, ("data1", a), ("data2", b))
+    call.same_size(out, ("data1", a), ("data2", b))
     call.not_both_psum(("data1", a), ("data2", b))
     alu = alu_name(call.op, "op", op)
     if alu in UNARY or alu == "invert":
         call.refuse(rules.OP_CLASS, "op", f"nl.{alu} takes one operand")
-    native = all(t.dtype.name in _WORDS for t in (a, b, out)) and not is_bitvec(alu)
+    native = all(t.dtype.name in _WORDS for t in (a, b, out)) and not is_bitvec(alu) and alu != "power"
     in_sbuf = all(t.buffer is Buffer.sbuf for t in (a, b, out))
     allowed = (Engine.vector,) if is_bitvec(alu) else (Engine.vector, Engine.gpsimd)
-    chosen = call.engine(engine, allowed, Engine.gpsimd if native and in_sbuf else Engine.vector)
+    allowed = (Engine.gpsimd,) if alu == "power" else allowed
+    chosen = call.engine(engine, allowed, Engine.gpsimd if (native and in_sbuf) or alu == "power" else Engine.vector)
     if is_bitvec(alu):
         _check_bitvec(call, ("dst", out.dtype), ("data1", a.dtype), ("data2", b.dtype))
     if call.options.arithmetic:
@@ -45,12 +46,15 @@ def _tensor_tensor_values(call: Call, alu: str, out: Tensor, a: Tensor, b: Tenso
     with np.errstate(all="ignore"):
         if is_bitvec(alu):
             _check_shift(call, alu, b.array(), b.dtype)
-            out.array()[...] = BITVEC[alu](a.array(), b.array())
+            out.array()[...] = BITVEC[alu](a.array().reshape(out.shape), b.array().reshape(out.shape))
         elif native:
-            wide = ARITHMETIC[alu](a.array().astype(np.int64), b.array().astype(np.int64)).astype(np.int64)
-            out.array()[...] = (wide & 0xFFFFFFFF).astype(np.uint32).view(out.dtype.numpy)
+            pair = (t.array().astype(np.int64).reshape(out.shape) for t in (a, b))
+            out.array()[...] = (
+                (ARITHMETIC[alu](*pair).astype(np.int64) & 0xFFFFFFFF).astype(np.uint32).view(out.dtype.numpy)
+            )
         else:
-            call.store("dst", out, ARITHMETIC[alu](call.f32("data1", a), call.f32("data2", b)))
+            left, right = call.f32("data1", a).reshape(out.shape), call.f32("data2", b).reshape(out.shape)
+            call.store("dst", out, ARITHMETIC[alu](left, right))
 
 
 def tensor_scalar(
@@ -77,7 +81,7 @@ def tensor_scalar(
     value0 = scalar_operand(call, "operand0", alu0, operand0, source)
     value1 = scalar_operand(call, "operand1", alu1, operand1, source) if alu1 else None
     call.check_geometry()
-    call.same_shape(out, ("data", source))
+    call.same_size(out, ("data", source))
     if is_bitvec(alu0):
         _check_bitvec(call, ("dst", out.dtype), ("data", source.dtype))
     chosen = _tensor_scalar_engine(call, alu0, alu1, engine)
@@ -88,7 +92,7 @@ def tensor_scalar(
 
 
 def _tensor_scalar_engine(call: Call, alu0: str, alu1: str, engine: Any) -> Engine:
-    if alu0 == "rsqrt" and not alu1:
+    if "power" in (alu0, alu1) or (alu0 == "rsqrt" and not alu1):
         return call.engine(engine, (Engine.gpsimd,), Engine.gpsimd)
     if "rsqrt" in (alu0, alu1):
         call.refuse(rules.ENGINE, "op0", "nl.rsqrt runs on GpSimd, alone")
@@ -107,6 +111,11 @@ def scalar_operand(
     if is_bitvec(alu):
         if not data.dtype.is_int:
             call.refuse(rules.BITVEC, "data", f"{data.dtype} for nl.{alu}")
+        if isinstance(value, Tensor):
+            tile = call.source(role, value)
+            if tile.shape != (data.shape[0], 1) or tile.dtype != data.dtype:
+                call.refuse(rules.SCALAR_OPERAND, role, f"{tile.dtype} {tile.shape} for {data.dtype} data")
+            return tile
         constant = constant_int(value, data.dtype, call.op, role)
         _check_shift(call, alu, constant, data.dtype)
         return constant
@@ -122,7 +131,7 @@ def _tensor_scalar_values(call: Call, data: Tensor, out: Tensor, steps: list[tup
         for alu, operand, reverse in steps:
             result = apply(call, alu, result, operand, reverse, data.ndim)
     if bitvec:
-        out.array()[...] = result
+        out.array()[...] = result.reshape(out.shape)
     else:
         call.store("dst", out, result)
 
@@ -132,6 +141,9 @@ def apply(call: Call, alu: str, left: Any, operand: Any, reverse: bool, rank: in
     if alu == "invert":
         return np.invert(left)
     if is_bitvec(alu):
+        if isinstance(operand, Tensor):
+            operand = operand.array().reshape((-1,) + (1,) * (rank - 1))
+            _check_shift(call, alu, operand, DType(str(operand.dtype), "int", operand.dtype))
         right = np.broadcast_to(operand, left.shape)
         return BITVEC[alu](right, left) if reverse else BITVEC[alu](left, right)
     if alu in UNARY:
@@ -164,12 +176,12 @@ def scalar_tensor_tensor(
             call.refuse(rules.OP_CLASS, role, f"nl.{alu}: binary arithmetic only")
     value = scalar_operand(call, "operand0", names[0], operand0, source, any_dtype=True)
     call.check_geometry()
-    call.same_shape(out, ("data", source), ("operand1", tile))
+    call.same_size(out, ("data", source), ("operand1", tile))
     call.not_both_psum(("data", source), ("operand1", tile))
     if call.options.arithmetic:
         with np.errstate(all="ignore"):
             first = apply(call, names[0], call.f32("data", source), value, reverse0, source.ndim)
-            second = call.f32("operand1", tile)
+            second = call.f32("operand1", tile).reshape(first.shape)
             pair = (second, first) if reverse1 else (first, second)
             call.store("dst", out, ARITHMETIC[names[1]](*pair))
     call.finish(Engine.vector, free_elements(out), alu=names[0], alu1=names[1])
@@ -180,7 +192,7 @@ def reciprocal(dst: Any, data: Any, name: str | None = None) -> None:
     call = Call("reciprocal")
     source, out = call.source("data", data), call.destination("dst", dst)
     call.check_geometry()
-    call.same_shape(out, ("data", source))
+    call.same_size(out, ("data", source))
     if call.options.arithmetic:
         with np.errstate(all="ignore"):
             call.store("dst", out, np.reciprocal(call.f32("data", source)))

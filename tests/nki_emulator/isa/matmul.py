@@ -47,7 +47,7 @@ def nc_matmul(
     double = perf_mode is PerfMode.double_row
     if double:
         _check_double_row(call, left, right, is_transpose, tile_size)
-    _check_tiling(call, left, right, tile_position, tile_size)
+    _check_tiling(call, left, right, out, tile_position, tile_size)
     depth, m, n = _check_shapes(call, left, right, out, double)
     _check_dtypes(call, left, right, out, is_transpose)
     _check_output(call, out, left if is_transpose else None)
@@ -78,19 +78,24 @@ def _check_double_row(call: Call, left: Tensor, right: Tensor, is_transpose: boo
             call.refuse(rules.MATMUL_DOUBLE_ROW, role, f"{tensor.dtype} {tensor.shape}")
 
 
-def _check_tiling(call: Call, left: Tensor, right: Tensor, position: tuple[int, ...], size: tuple[int, ...]) -> None:
+def _check_tiling(
+    call: Call, left: Tensor, right: Tensor, out: Tensor, position: tuple[int, ...], size: tuple[int, ...]
+) -> None:
     if left.partition != right.partition:
         found = f"stationary starts at partition {left.partition}, moving at {right.partition}"
         call.refuse(rules.MATMUL_SHAPE, "moving", found)
     if not position and not size:
         return
-    if len(position) != 2 or len(size) != 2 or size[0] not in (32, 64, 128) or size[1] != 128:
+    if len(position) != 2 or len(size) != 2 or any(s not in (32, 64, 128) for s in size):
         call.refuse(rules.MATMUL_TILING, "tile_size", f"size {size}, position {position}")
-    if position[0] % size[0] or not 0 <= position[0] < 128 or position[1] != 0:
+    if any(p % s or not 0 <= p < hardware.PARTITIONS for p, s in zip(position, size, strict=True)):
         call.refuse(rules.MATMUL_TILING, "tile_position", f"{position} for size {size}")
     if left.shape[0] > size[0] or left.partition != position[0]:
         found = f"{left.shape[0]} partitions from {left.partition} in row tile {position[0]} of {size[0]}"
         call.refuse(rules.MATMUL_TILING, "stationary", found)
+    if left.shape[-1] > size[1] or out.partition != position[1]:
+        found = f"{left.shape[-1]} columns into partition {out.partition} by column tile {position[1]} of {size[1]}"
+        call.refuse(rules.MATMUL_TILING, "dst", found)
 
 
 def _check_shapes(call: Call, left: Tensor, right: Tensor, out: Tensor, double: bool) -> tuple[int, int, int]:

@@ -97,7 +97,7 @@ def dma_transpose(
     source, out = call.source("src", src, _DMA), call.destination("dst", dst, (Buffer.sbuf,))
     call.check_overlap()
     _check_dma_mode(call, priority, oob_mode, dge_mode, Engine.unknown, False)
-    if dge_mode is not DgeMode.unknown:
+    if dge_mode not in (DgeMode.unknown, DgeMode.none):
         call.refuse(rules.NOT_MODELLED, "dge_mode", f"{dge_mode.value}: leave the choice to the compiler")
     wanted = _TRANSPOSES.get(source.ndim)
     if wanted is None or (axes is not None and tuple(axes) != wanted):
@@ -117,7 +117,7 @@ def tensor_copy(dst: Any, src: Any, engine: Any = Engine.unknown, name: str | No
     call = Call("tensor_copy")
     source, out = call.source("src", src), call.destination("dst", dst)
     call.check_geometry()
-    call.same_shape(out, ("src", source))
+    call.same_size(out, ("src", source))
     chosen = call.engine(engine, (Engine.vector, Engine.scalar, Engine.gpsimd), Engine.vector)
     if call.options.arithmetic:
         call.move("dst", out, "src", source)
@@ -130,21 +130,16 @@ def memset(dst: Any, value: Any, engine: Any = Engine.unknown, name: str | None 
     out = call.destination("dst", dst)
     call.check_geometry()
     chosen = call.engine(engine, (Engine.vector, Engine.gpsimd), Engine.vector)
-    wanted: type = int if out.dtype.is_int else float
-    if type(value) is not wanted:
-        call.refuse(rules.MEMSET_VALUE, "value", f"{value!r} ({type(value).__name__}) into {out.dtype}")
-    constant = _exact_constant(call, value, out.dtype)
+    constant = exact_constant(call, value, out.dtype)
     if call.options.arithmetic:
         out.array()[...] = constant
     call.finish(chosen, free_elements(out))
 
 
-def _exact_constant(call: Call, value: Any, dtype: DType) -> Array:
-    """The constant in dst's type, which must hold it (a Python float may round to fp32)."""
+def exact_constant(call: Call, value: Any, dtype: DType) -> Array:
+    """The constant in dst's type: an int that an integer type holds, any number rounded to a float type."""
+    if (dtype.is_int and type(value) is not int) or type(value) not in (int, float):
+        call.refuse(rules.MEMSET_VALUE, "value", f"{value!r} ({type(value).__name__}) into {dtype}")
     if dtype.is_int:
         return constant_int(value, dtype, call.op, "value")
-    fp32 = np.asarray(constant_f32(value, call.op, "value"))
-    result = to_dtype(fp32, dtype, call.options, call.op, "value")
-    if dtype.name != "float32" and result.astype(np.float32) != fp32 and not np.isnan(fp32):
-        call.refuse(rules.CONSTANT, "value", f"{value!r} is not a {dtype} value")
-    return result
+    return to_dtype(np.asarray(constant_f32(value, call.op, "value")), dtype, call.options, call.op, "value")

@@ -10,7 +10,18 @@ import numpy as np
 from .. import hardware, rules
 from ..call import Call, Engine, free_elements
 from ..numeric import F32, constant_f32, flush, tree_reduce
-from ..operators import ACTIVATIONS, BITVEC, BITVEC_REDUCING, REDUCING, Activation, alu_name, is_bitvec, op_name
+from ..operators import (
+    ACTIVATIONS,
+    BITVEC,
+    BITVEC_REDUCED_TYPES,
+    BITVEC_REDUCING,
+    LOGICAL_REDUCING,
+    REDUCING,
+    Activation,
+    alu_name,
+    is_bitvec,
+    op_name,
+)
 from ..tensor import Tensor
 from .elementwise import apply, scalar_operand
 
@@ -27,6 +38,7 @@ class ReduceCmd(Enum):
 
 _UFUNCS: dict[str, np.ufunc] = {
     "add": np.add, "multiply": np.multiply, "maximum": np.maximum, "minimum": np.minimum,
+    "logical_and": np.minimum, "logical_or": np.maximum, "logical_xor": np.not_equal,
 }  # fmt: skip
 
 
@@ -36,6 +48,8 @@ def reduce_f32(alu: str, values: F32, axes: tuple[int, ...]) -> F32:
     Its order depends on the number of elements alone, not on how many rows are reduced nor on where they lie.
     """
     flat = values.reshape((*values.shape[: axes[0]], -1))
+    if alu in LOGICAL_REDUCING:
+        flat = (flat != 0).astype(np.float32)
     if alu == "subtract":
         first, others = flat[..., 0], flat[..., 1:]
         return first - tree_reduce(np.add, others) if others.shape[-1] else first
@@ -48,7 +62,7 @@ def tensor_reduce(
     """dst = reduction of data over its trailing free axes, times -1 if `negate`."""
     call = Call("tensor_reduce")
     source, out = call.source("data", data), call.destination("dst", dst)
-    call.check_geometry()
+    call.check_geometry(free_dims=hardware.MAX_REDUCED_DIMS, overlap=True)
     alu = alu_name(call.op, "op", op)
     if alu not in REDUCING and alu not in BITVEC_REDUCING:
         call.refuse(rules.REDUCE_OP, "op", f"nl.{alu}")
@@ -58,7 +72,7 @@ def tensor_reduce(
     if out.shape not in allowed:
         call.refuse(rules.SAME_SHAPE, "dst", f"shape {out.shape}, expected {kept}")
     if alu in BITVEC_REDUCING:
-        if negate or not source.dtype.is_int or source.dtype != out.dtype:
+        if negate or source.dtype.name not in BITVEC_REDUCED_TYPES or source.dtype != out.dtype:
             call.refuse(rules.BITVEC, "data", f"{source.dtype} to {out.dtype}, negate={negate}")
         if call.options.arithmetic:
             ufunc: Any = BITVEC[alu]
@@ -86,33 +100,36 @@ def tensor_scalar_reduce(
     op0: Any,
     operand0: Any,
     reduce_op: Any,
-    reduce_res: Any,
+    reduce_res: Any = None,
     reverse0: bool = False,
     reduce_cmd: Any = ReduceCmd.reset_reduce,
     reduce_init: None = None,
+    reduce_res_negate: bool = False,
     name: str | None = None,
 ) -> None:
-    """dst = data op0 operand0, and reduce_res = its fp32 reduction over all free elements."""
+    """dst = data op0 operand0, and reduce_res = its fp32 reduction over all free elements, negated if asked."""
     call = Call("tensor_scalar_reduce")
     source, out = call.source("data", data), call.destination("dst", dst)
     alu, reduction = alu_name(call.op, "op0", op0), alu_name(call.op, "reduce_op", reduce_op)
     if is_bitvec(alu) or alu == "rsqrt":
         call.refuse(rules.OP_CLASS, "op0", f"nl.{alu}")
-    if reduction not in _UFUNCS:
+    if reduction not in ("add", "multiply", "maximum", "minimum"):
         call.refuse(rules.REDUCE_OP, "reduce_op", f"nl.{reduction}")
     if reverse0 or reduce_cmd is not ReduceCmd.reset_reduce or reduce_init is not None:
         call.refuse(rules.NOT_MODELLED, "reduce_cmd", "only reset_reduce, without reverse0 and reduce_init")
     value = scalar_operand(call, "operand0", alu, operand0, source)
-    result = call.destination("reduce_res", reduce_res)
-    if result.shape != (source.shape[0], 1):
+    result = None if reduce_res is None else call.destination("reduce_res", reduce_res)
+    if result is not None and result.shape != (source.shape[0], 1):
         call.refuse(rules.SAME_SHAPE, "reduce_res", f"shape {result.shape}, expected {(source.shape[0], 1)}")
     call.check_geometry()
-    call.same_shape(out, ("data", source))
+    call.same_size(out, ("data", source))
     if call.options.arithmetic:
         with np.errstate(all="ignore"):
             values = np.asarray(apply(call, alu, call.f32("data", source), value, False, source.ndim), np.float32)
             call.store("dst", out, values)
-            call.store("reduce_res", result, reduce_f32(reduction, values, tuple(range(1, values.ndim))))
+            if result is not None:
+                total = reduce_f32(reduction, values, tuple(range(1, values.ndim)))
+                call.store("reduce_res", result, -total if reduce_res_negate else total)
     call.finish(Engine.vector, free_elements(source), alu=alu, alu1=reduction)
 
 
@@ -129,13 +146,13 @@ def activation(
 ) -> None:
     """dst = op(data * scale + bias) on ScalarE, with an optional sum over the free elements."""
     call = Call("activation")
-    source, out = call.source("data", data), call.destination("dst", dst)
+    source, out = call.source("data", data), call.destination("dst", dst, discarded=reduce_res is not None)
     function = _function(call, op)
     factor = _scale(call, scale, source)
     shift = _bias(call, bias, source)
     result = _reduction(call, source, reduce_op, reduce_res, reduce_cmd)
     call.check_geometry()
-    call.same_shape(out, ("data", source))
+    call.same_size(out, ("data", source))
     if call.options.arithmetic:
         with np.errstate(all="ignore"):
             values = _activate(call, function, source, factor, shift)

@@ -23,7 +23,7 @@ def max8(dst: Any, src: Any, name: str | None = None) -> None:
     """dst [P, 8] = the eight largest elements of each partition of src, in descending order."""
     call = Call("max8")
     source, out = call.source("src", src), call.destination("dst", dst)
-    call.check_geometry()
+    call.check_geometry(free_dims=hardware.MAX_REDUCED_DIMS)
     _check_width(call, "src", source)
     _check_eight(call, "dst", out, source)
     if call.options.arithmetic:
@@ -37,7 +37,7 @@ def nc_find_index8(dst: Any, data: Any, vals: Any, name: str | None = None) -> N
     call = Call("nc_find_index8")
     source, wanted = call.source("data", data), call.source("vals", vals)
     out = call.destination("dst", dst)
-    call.check_geometry()
+    call.check_geometry(free_dims=hardware.MAX_REDUCED_DIMS)
     _check_width(call, "data", source)
     _check_eight(call, "vals", wanted, source)
     _check_eight(call, "dst", out, source)
@@ -57,10 +57,10 @@ def nc_match_replace8(dst: Any, data: Any, vals: Any, imm: float, dst_idx: Any =
     source, wanted = call.source("data", data), call.source("vals", vals)
     out = call.destination("dst", dst)
     index = None if dst_idx is None else call.destination("dst_idx", dst_idx)
-    call.check_geometry()
+    call.check_geometry(free_dims=hardware.MAX_REDUCED_DIMS)
     _check_width(call, "data", source)
     _check_eight(call, "vals", wanted, source)
-    call.same_shape(out, ("data", source))
+    call.same_size(out, ("data", source))
     same_dtype(call, "data", source.dtype, out.dtype)
     if index is not None:
         _check_eight(call, "dst_idx", index, source)

@@ -1,0 +1,100 @@
+"""What the kernels' parts hand to each other while a kernel is traced: shares of the work, groups, and busy engines.
+
+Dimensions of each record are named in the glossary on top of tiles.py.
+"""
+
+from dataclasses import dataclass
+
+import nki.language as nl
+
+
+@dataclass
+class Share(nl.NKIObject):
+    """What one program of a launch works on: columns or tokens `first` to `end`, `size` of them."""
+
+    first: int
+    end: int
+    size: int
+
+
+@dataclass
+class KGroup(nl.NKIObject):
+    """k tiles `first` to `end`, `tiles` of them, whose transposes share one PSUM bank.
+
+    Each holds `partitions` partitions: 128, or fewer in a group of one tile that is what k leaves over.
+    """
+
+    first: int
+    end: int
+    tiles: int
+    partitions: int
+
+
+@dataclass
+class KSpan(nl.NKIObject):
+    """Columns of x from `column` on that are loaded together: `segments` times `width` of them.
+
+    A row of x takes `segments` partitions. Once transposed, a k tile of them has `partitions` partitions.
+    """
+
+    column: int
+    segments: int
+    width: int
+    partitions: int
+
+
+@dataclass
+class RowGroup(nl.NKIObject):
+    """Rows of w from `first` on that share a result transpose, in `stacks * runs` loads.
+
+    A load is `rows_per_load` consecutive rows: `per_partition` on each of `partitions` partitions.
+    """
+
+    first: int
+    stacks: int
+    runs: int
+    per_partition: int
+    partitions: int
+    rows_per_load: int
+
+
+@dataclass
+class TokenTile(nl.NKIObject):
+    """Tokens `first` to `end`, `rows` of them: one a partition."""
+
+    first: int
+    end: int
+    rows: int
+
+
+@dataclass
+class TokenBatch(nl.NKIObject):
+    """`tiles` tiles of `rows` tokens each, from token `first` to `end`, whose small matrices are worked on together."""
+
+    first: int
+    end: int
+    tiles: int
+    rows: int
+
+
+@dataclass
+class EngineClock(nl.NKIObject):
+    """Work given to VectorE and ScalarE so far, in units of 1 / 4.8 GHz. See engine_balance."""
+
+    vector: int
+    scalar: int
+
+
+def my_share(size: int) -> Share:
+    """This program's share of `size` columns or tokens: all of them without a grid, else an equal part.
+
+    Where there are fewer than programs, each takes all of them: programs that write the same values are legal, a
+    program that issues no instruction is not.
+    """
+    if nl.program_ndim() == 0 or size < nl.num_programs(axes=0):
+        return Share(0, size, size)
+    programs = nl.num_programs(axes=0)
+    program = nl.program_id(axis=0)
+    first = size * program // programs
+    end = size * (program + 1) // programs
+    return Share(first, end, end - first)
