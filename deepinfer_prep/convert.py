@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deepinfer_prep import fp8
 from deepinfer_prep._version import __version__
 from deepinfer_prep.errors import RefusedError, list_some
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.files.container import Location
-from deepinfer_prep.files.digests import SegmentDigests
-from deepinfer_prep.files.storage import FileState, Place, RangeWriter
+from deepinfer_prep.files.storage import FileState, Place
 from deepinfer_prep.manifest import Counts, FileRecord, Manifest, WeightRecord
 from deepinfer_prep.naming import SIDECAR_INDEX
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import Plan, plan_conversion
 from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, default_workers
 from deepinfer_prep.writing import sidecar
-from deepinfer_prep.writing.journal import Journal, is_same_run, read_done, read_identity
+from deepinfer_prep.writing.open_target import open_target
 from deepinfer_prep.writing.output_bytes import Tally
-from deepinfer_prep.writing.output_checks import check_separate, check_sources_outside, check_space, check_usable
 from deepinfer_prep.writing.preflight import ALL_FP8, check_values, explain_unscaled, scan_codes
-from deepinfer_prep.writing.publication import publish, resume_publication
 from deepinfer_prep.writing.records import build_manifest
 from deepinfer_prep.writing.segment_writer import Execution, check_unchanged
-from deepinfer_prep.writing.workspace import Workspace
+from deepinfer_prep.writing.target import Run, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +55,8 @@ class ConversionResult:
 
 
 def convert_checkpoint(
-    source: Path,
-    output: Path,
+    source: Place,
+    output: Place,
     *,
     options: Options | None = None,
     workers: int | None = None,
@@ -87,36 +82,42 @@ def convert_checkpoint(
         ConversionError, OSError: writing failed; call again to resume.
     """
     started = time.monotonic()
-    plan = plan_output(source, output, options=options, overwrite=overwrite)
+    target = open_target(output)
+    plan = _plan(source, target, options or Options(), overwrite)
     workers = workers or default_workers()
     check_values(plan, workers, chunk_size, progress)
     if plan.options.strict:
         _refuse_nan(plan, scan_codes(plan, workers, chunk_size, progress, ALL_FP8))
-    with Workspace(output) as workspace:
-        check_usable(output, _identity(plan), [file.name for file in plan.files], overwrite)
-        if not is_same_run(read_identity(workspace.journal), _identity(plan)):
-            workspace.clear()
-        manifest, resumed = resume_publication(workspace, workers, chunk_size, progress), plan.output_bytes
+    with target.hold(_identity(plan), _names(plan), overwrite) as run:
+        manifest, resumed = run.resume_publication(workers, chunk_size, progress), plan.output_bytes
         if manifest is None:
-            manifest, resumed = _write_all(plan, workspace, workers, chunk_size, progress)
-        publish(workspace, manifest)
+            manifest, resumed = _write_all(plan, run, workers, chunk_size, progress)
+        run.publish(manifest)
     return _result(plan, output, manifest, resumed, time.monotonic() - started)
 
 
-def plan_output(source: Path, output: Path, *, options: Options | None = None, overwrite: bool = False) -> Plan:
+def plan_output(source: Place, output: Place, *, options: Options | None = None, overwrite: bool = False) -> Plan:
     """Plan a conversion into a folder and make every check that headers and the file system allow.
 
     Raises:
         RefusedError, ContainerError, CheckpointError: as `convert_checkpoint` would; nothing is written.
     """
-    check_separate(source, output)
-    plan = plan_conversion(open_checkpoint(source), options or Options())
+    return _plan(source, open_target(output), options or Options(), overwrite)
+
+
+def _plan(source: Place, target: Target, options: Options, overwrite: bool) -> Plan:
+    target.check_separate(source)
+    plan = plan_conversion(open_checkpoint(source), options)
     if plan.refusals:
         raise RefusedError(*(plan.refusals + explain_unscaled(plan)))
-    check_sources_outside((file.source for file in plan.files), output)
-    check_usable(output, _identity(plan), [file.name for file in plan.files], overwrite)
-    check_space(output, plan.output_bytes + plan.sidecar_bytes)
+    target.check_sources(file.source for file in plan.files)
+    target.check_usable(_identity(plan), _names(plan), overwrite)
+    target.check_space(plan.output_bytes + plan.sidecar_bytes)
     return plan
+
+
+def _names(plan: Plan) -> list[str]:
+    return [file.name for file in plan.files]
 
 
 def _identity(plan: Plan) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def _identity(plan: Plan) -> dict[str, Any]:
     return {
         "tool": __version__,
         "source": plan.fingerprint,
-        "files": [[file.name, file.state.size, file.state.modified_ns] for file in plan.files],
+        "files": [[file.name, *file.state.marks] for file in plan.files],
         "options": plan.options.to_json(),
     }
 
@@ -145,51 +146,34 @@ def _listed(nan_tensors: Mapping[str, int]) -> str:
 
 
 def _write_all(
-    plan: Plan, workspace: Workspace, workers: int, chunk_size: int, progress: ProgressCallback | None
+    plan: Plan, run: Run, workers: int, chunk_size: int, progress: ProgressCallback | None
 ) -> tuple[Manifest, int]:
-    earlier = read_done(workspace.journal)
-    journal = Journal(workspace.journal, _identity(plan))
-    try:
-        execution = Execution(plan.files, workspace, journal)
-        execution.run(earlier, workers, chunk_size, Meter(progress, "convert", plan.output_bytes))
-    finally:
-        journal.close()
+    execution = Execution(plan.files, run)
+    execution.execute(workers, chunk_size, Meter(progress, "convert", plan.output_bytes))
     for file in plan.files:
         check_unchanged(file, FileState.of(file.source))
-    paths = [workspace.path(file.name) for file in plan.files]
-    contents = sidecar.choose_contents(plan, lambda name: _location(plan, paths, name))
-    names, records = _write_sidecar(workspace, contents)
+    places = [run.written(file) for file in plan.files]
+    contents = sidecar.choose_contents(plan, lambda name: _location(plan, places, name))
+    names, records = _write_sidecar(run, contents)
     manifest = build_manifest(plan, __version__, contents.weights, execution.results, names, records)
     return manifest, execution.resumed_bytes
 
 
-def _location(plan: Plan, paths: Sequence[Path], name: str) -> Location:
+def _location(plan: Plan, places: Sequence[Place], name: str) -> Location:
     number = plan.checkpoint.shard_of[name]
-    return Location(paths[number], len(plan.files[number].header), plan.checkpoint.tensors[name])
+    return Location(places[number], len(plan.files[number].header), plan.checkpoint.tensors[name])
 
 
-def _write_sidecar(workspace: Workspace, contents: sidecar.SidecarContents) -> tuple[list[str], dict[str, FileRecord]]:
+def _write_sidecar(run: Run, contents: sidecar.SidecarContents) -> tuple[list[str], dict[str, FileRecord]]:
     files = sidecar.lay_out(contents.tensors, __version__)
-    records = {file.name: _write_file(workspace, file.name, file.size, sidecar.file_chunks(file)) for file in files}
+    records = {file.name: run.put_file(file.name, file.size, sidecar.file_chunks(file)) for file in files}
     if files:
         index = np.frombuffer(sidecar.index_json(files), dtype=np.uint8)
-        records[SIDECAR_INDEX] = _write_file(workspace, SIDECAR_INDEX, index.size, [index])
+        records[SIDECAR_INDEX] = run.put_file(SIDECAR_INDEX, index.size, [index])
     return [file.name for file in files], records
 
 
-def _write_file(workspace: Workspace, name: str, size: int, chunks: Iterable[fp8.U8]) -> FileRecord:
-    digests, position = SegmentDigests(), 0
-    with RangeWriter(workspace.path(name)) as writer:
-        writer.allocate(size)
-        for chunk in chunks:
-            writer.write_from(chunk.data, position)
-            digests.update(chunk)
-            position += chunk.size
-        writer.sync()
-    return FileRecord(size, digests.digests())
-
-
-def _result(plan: Plan, output: Path, manifest: Manifest, resumed: int, seconds: float) -> ConversionResult:
+def _result(plan: Plan, output: Place, manifest: Manifest, resumed: int, seconds: float) -> ConversionResult:
     return ConversionResult(
         source=plan.checkpoint.root,
         output=output,

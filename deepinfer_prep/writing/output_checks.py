@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_prep.errors import RefusedError, list_some
-from deepinfer_prep.files.storage import Place
 from deepinfer_prep.naming import DISCARDED_NAME, MANIFEST_NAME, SIDECAR_FOLDER, WORKSPACE_NAME
 from deepinfer_prep.writing.journal import is_same_run, read_identity
 from deepinfer_prep.writing.workspace import READY_NAME, REJECTED_NAME
@@ -32,14 +31,14 @@ def check_separate(source: Path, output: Path) -> None:
         )
 
 
-def check_sources_outside(sources: Iterable[Place], output: Path) -> None:
+def check_sources_outside(sources: Iterable[Path], output: Path) -> None:
     """Refuse source files that are links into the output: publication would replace what they lead to.
 
     Raises:
         RefusedError: one of them is.
     """
     output = output.resolve()
-    for source in (source for source in sources if isinstance(source, Path)):
+    for source in sources:
         target = source.resolve()
         if output in target.parents:
             raise RefusedError(

@@ -62,7 +62,7 @@ def test_a_limit_of_file_sizes_ends_clearly_and_resumes(tmp_path: Path) -> None:
 ON_A_SMALL_DISK = """
 import subprocess, sys
 from pathlib import Path
-import deepinfer_prep.convert
+from deepinfer_prep.writing import local_target
 from deepinfer_prep.cli import main
 
 source, disk = sys.argv[1], sys.argv[2]
@@ -76,10 +76,10 @@ def convert():
         return ended.code
 
 print(convert(), file=sys.stderr)                                   # refused: the space is known beforehand
-known, deepinfer_prep.convert.check_space = deepinfer_prep.convert.check_space, lambda *arguments: None
+known, local_target.check_space = local_target.check_space, lambda *arguments: None
 print(convert(), file=sys.stderr)                                   # as if another program filled the disk meanwhile
 print(sorted(path.name for path in Path(disk, "out").iterdir()), file=sys.stderr)
-deepinfer_prep.convert.check_space = known
+local_target.check_space = known
 subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
 print(convert(), file=sys.stderr)
 main(["verify", disk + "/out", "--source", source, "--quiet"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_prep import Progress, convert_checkpoint, verify_checkpoint
-from deepinfer_prep import convert as module
+from deepinfer_prep.writing import local_target as module
 from deepinfer_prep.writing.workspace import Workspace
 from tests.hostile.checkpoints import MANIFEST, WORKSPACE, convert, published
 from tests.raises import raises_code

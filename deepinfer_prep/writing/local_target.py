@@ -1,0 +1,191 @@
+"""An output in a local folder: files lie in a workspace inside it until all are complete."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from deepinfer_prep import fp8
+from deepinfer_prep.files import segments
+from deepinfer_prep.files.digests import SegmentDigests, digest_range
+from deepinfer_prep.files.storage import DirectWriter, Place, RangeWriter
+from deepinfer_prep.manifest import FileRecord, Manifest
+from deepinfer_prep.naming import DISCARDED_NAME, WORKSPACE_NAME
+from deepinfer_prep.planning.plan import OutputFile
+from deepinfer_prep.workers import ProgressCallback
+from deepinfer_prep.writing.journal import Journal, SegmentDone, is_same_run, read_done, read_identity
+from deepinfer_prep.writing.output_checks import check_separate, check_sources_outside, check_space, check_usable
+from deepinfer_prep.writing.publication import publish, resume_publication
+from deepinfer_prep.writing.target import Block, Chunks
+from deepinfer_prep.writing.workspace import Workspace
+
+
+class LocalTarget:
+    """A folder as `Target`."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def check_separate(self, source: Place) -> None:
+        """Refuse an output that is the source, lies inside it or holds it."""
+        if isinstance(source, Path):
+            check_separate(source, self.place)
+
+    def check_sources(self, sources: Iterable[Place]) -> None:
+        """Refuse source files that are links into the output."""
+        check_sources_outside((source for source in sources if isinstance(source, Path)), self.place)
+
+    def check_usable(self, identity: Mapping[str, Any], names: Sequence[str], overwrite: bool) -> None:
+        """Refuse a folder that holds anything but an unfinished run of the same conversion."""
+        check_usable(self.place, identity, names, overwrite)
+
+    def check_space(self, needed: int) -> None:
+        """Refuse when the file system has less room than the output still needs."""
+        check_space(self.place, needed)
+
+    @contextmanager
+    def hold(self, identity: Mapping[str, Any], names: Sequence[str], overwrite: bool) -> Iterator[LocalRun]:
+        """Lock the folder; what an unfinished run of another conversion left in it is thrown away."""
+        with Workspace(self.place) as workspace:
+            check_usable(self.place, identity, names, overwrite)
+            if not is_same_run(read_identity(workspace.journal), identity):
+                workspace.clear()
+            run = LocalRun(workspace, identity)
+            try:
+                yield run
+            finally:
+                run.close()
+
+    def discard(self) -> bool:
+        """End an unfinished run; the lock is taken first, so that a run that is under way is refused."""
+        if not any((self.place / name).exists() for name in (WORKSPACE_NAME, DISCARDED_NAME)):
+            return False
+        with Workspace(self.place) as workspace:
+            workspace.clear()
+        return True
+
+
+class LocalRun:
+    """A workspace and its journal as `Run`."""
+
+    def __init__(self, workspace: Workspace, identity: Mapping[str, Any]) -> None:
+        self._workspace = workspace
+        self._identity = identity
+        self._writers = _Writers(workspace)
+        self._opened: Journal | None = None
+
+    def close(self) -> None:
+        """Close the journal; what it holds stays."""
+        if self._opened is not None:
+            self._opened.close()
+
+    def resume_publication(self, workers: int, chunk_size: int, progress: ProgressCallback | None) -> Manifest | None:
+        """As `publication.resume_publication`."""
+        return resume_publication(self._workspace, workers, chunk_size, progress)
+
+    def read_done(self) -> dict[tuple[str, int], SegmentDone]:
+        """What the journal says; it is opened for more."""
+        earlier = read_done(self._workspace.journal)
+        self._opened = Journal(self._workspace.journal, self._identity)
+        return earlier
+
+    def block_bytes(self, size: int) -> int:
+        """One segment, however large the file is."""
+        return segments.SEGMENT_BYTES
+
+    def buffer_bytes(self, chunk_size: int, sizes: Iterable[int]) -> int:
+        """What is read at once is written at once."""
+        return chunk_size
+
+    def is_intact(self, block: Block, earlier: Sequence[SegmentDone], buffer: fp8.U8) -> bool:
+        """Whether the bytes on disk have the digest that the journal states."""
+        (done,) = earlier
+        try:
+            return digest_range(self._writers.get(block), block.start, block.end, buffer) == done.digest
+        except OSError:
+            return False  # What cannot be read any more is written again.
+
+    def put(self, block: Block, chunks: Chunks) -> None:
+        """Write a block into its file."""
+        writer = self._writers.get(block)
+        writer.reserve(block.start, block.end)
+        for offset, chunk in chunks:
+            writer.write_from(chunk.data, offset)
+
+    def commit(self, names: Collection[str], done: Sequence[SegmentDone]) -> None:
+        """Sync the files, then append to the journal and sync it."""
+        for name in names:
+            self._writers.sync(name)
+        if self._opened is not None:
+            self._opened.record(done)
+
+    def close_file(self, name: str) -> None:
+        """Close a file."""
+        self._writers.close(name)
+
+    def abandon(self) -> None:
+        """Close what an error left open."""
+        self._writers.close_all()
+
+    def put_file(self, name: str, size: int, chunks: Iterable[fp8.U8]) -> FileRecord:
+        """Write and sync a file of the workspace."""
+        digests, position = SegmentDigests(), 0
+        with RangeWriter(self._workspace.path(name)) as writer:
+            writer.allocate(size)
+            for chunk in chunks:
+                writer.write_from(chunk.data, position)
+                digests.update(chunk)
+                position += chunk.size
+            writer.sync()
+        return FileRecord(size, digests.digests())
+
+    def written(self, file: OutputFile) -> Place:
+        """The file in the workspace."""
+        return self._workspace.path(file.name)
+
+    def publish(self, manifest: Manifest) -> None:
+        """As `publication.publish`."""
+        publish(self._workspace, manifest)
+
+
+class _Writers:
+    """The output files that are open, shared by all threads; each stays open until it was synced."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._open: dict[str, DirectWriter] = {}
+        self._lock = threading.Lock()
+
+    def get(self, block: Block) -> DirectWriter:
+        """The writer of a block's file, opened and given its final size at first use."""
+        with self._lock:
+            writer = self._open.get(block.name)
+            if writer is None:
+                writer = DirectWriter(self._workspace.path(block.name))
+                try:
+                    writer.resize(block.size)
+                except BaseException:
+                    writer.close()
+                    raise
+                self._open[block.name] = writer
+            return writer
+
+    def sync(self, name: str) -> None:
+        """Sync one file."""
+        with self._lock:
+            writer = self._open[name]
+        writer.sync()
+
+    def close(self, name: str) -> None:
+        """Close one file."""
+        with self._lock:
+            self._open.pop(name).close()
+
+    def close_all(self) -> None:
+        """Close what an error left open."""
+        for name in list(self._open):
+            with suppress(OSError):  # None of it counts as written.
+                self.close(name)
