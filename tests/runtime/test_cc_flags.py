@@ -33,6 +33,11 @@ def effective(words: list[str]) -> str:
     return str(parser.parse_known_args(words)[0].value)
 
 
+def test_the_option_is_the_one_that_the_compiler_knows() -> None:
+    expected = "--internal-hlo2tensorizer-options=--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
+    assert add_fp8_option("").text == expected
+
+
 @LAUNCHERS
 @pytest.mark.parametrize(
     ("prior", "kept"),

@@ -1,4 +1,4 @@
-"""Nineteen ways to get fp8 legalization wrong, each with programs on which a pass that errs so fails."""
+"""What a pass that replaces fp8 by bytes gets wrong most easily, a class for each kind of mistake."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.runtime.backend.stand_in import Compiled
 aten = torch.ops.aten
 
 
-class TestWay1ValuesThatLeaveAGraph:
+class TestValuesThatLeaveAGraph:
     """They come back as fp8, from outputs and across graph breaks."""
 
     def test_across_a_graph_break(self) -> None:
@@ -70,7 +70,7 @@ class TestWay1ValuesThatLeaveAGraph:
         check(lambda x: (x[1:], (x.float() * 2).to(E8)), lambda: (torch.tensor([1.0, 2.0, 0.5]).to(E8),))
 
 
-class TestWay2AliasedInputs:
+class TestAliasedInputs:
     def test_base_and_overlapping_views(self) -> None:
         def program(base: Tensor, left: Tensor, right: Tensor) -> Any:
             left.fill_(2.0)
@@ -138,7 +138,7 @@ class TestWay2AliasedInputs:
             assert_same(expected, base)
         assert len(compiled) == 4
 
-    def test_shared_storage_of_other_types_is_an_error_or_right(self) -> None:
+    def test_storage_shared_with_a_wider_type(self) -> None:
         def program(raw: Tensor, words: Tensor) -> Tensor:
             raw.fill_(1.0)
             return words + 0
@@ -147,13 +147,10 @@ class TestWay2AliasedInputs:
             raw = fp8(16)
             return raw, raw.view(torch.int32)
 
-        try:
-            check(program, arguments)
-        except BackendCompilerFailed as error:
-            assert "dtype" in str(error) or "alias" in str(error)  # noqa: PT017
+        check(program, arguments)
 
 
-class TestWay3SubGraphs:
+class TestSubGraphs:
     def test_cond(self) -> None:
         def program(choose: Tensor, x: Tensor) -> Tensor:
             return torch.cond(choose, lambda a: a.float() * 2, lambda a: a.float() + 1, (x,))
@@ -175,7 +172,7 @@ class TestWay3SubGraphs:
         check(program, lambda: (fp8(4, 8),))
 
 
-class TestWay4Conversions:
+class TestConversions:
     """All spellings are in test_table.py; here those that were once missed."""
 
     def test_they_are_seen_however_they_are_written(self) -> None:
@@ -246,7 +243,7 @@ def test_way_8_a_custom_operation_that_returns_fp8(quantize: Any) -> None:
     check(program, lambda: (values(4, 8, scale=1),))
 
 
-class TestWay9ConversionsThatAlsoMove:
+class TestConversionsThatAlsoMove:
     def test_the_device_is_not_dropped(self) -> None:
         def program(x: Tensor) -> Tensor:
             return x.to("meta", torch.float32)
@@ -270,7 +267,7 @@ class TestWay9ConversionsThatAlsoMove:
             assert eager.stride() == got.stride()
 
 
-class TestWay10DynamicShapes:
+class TestDynamicShapes:
     def test_asked_for(self) -> None:
         error = refusal(lambda x: x.float(), fp8(4, 8), dynamic=True)
         assert "dynamic=False" in str(error)
@@ -324,7 +321,7 @@ def test_way_12_copy_with_a_positional_flag() -> None:
     check(lambda x, y: (x.copy_(y, True), x.copy_(y, non_blocking=True)), lambda: (fp8(4, 8), values(4, 8, seed=1)))
 
 
-class TestWay13WhatWasNotImplemented:
+class TestWhatWasNotImplemented:
     def test_ones(self) -> None:
         check(lambda x: (torch.ones(2, dtype=F8), torch.ones_like(x), x.new_ones(3)), lambda: (fp8(4),))
 
@@ -364,7 +361,7 @@ def test_way_15_unknown_operations_are_not_taken_for_moves() -> None:
         torch._dynamo.reset()
 
 
-class TestWay16OtherSmallTypes:
+class TestOtherSmallTypes:
     def test_e8m0_inputs_do_not_reach_the_compiler(self, compiled: list[Compiled]) -> None:
         check(lambda scale: scale.float() * 2, lambda: (all_codes(E8)[:250],))
         assert compiled[0].calls == 1
@@ -373,7 +370,7 @@ class TestWay16OtherSmallTypes:
         assert "fnuz" in str(refusal(lambda x: x.clone(), torch.zeros(4).to(torch.float8_e4m3fnuz)))
 
 
-class TestWay17GraphsWithoutFp8:
+class TestGraphsWithoutFp8:
     @pytest.mark.parametrize("program", [lambda x: x.view(torch.int32) + 1, lambda x: x * 2])
     def test_they_are_handed_on_untouched(self, program: Any) -> None:
         seen: list[Any] = []

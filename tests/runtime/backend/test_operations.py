@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepinfer_prep.runtime.backend import operations, rewriter
+from deepinfer_prep.runtime.backend.handlers import conversions
 from deepinfer_prep.runtime.backend.operations import OPERATIONS, Kind
 from tests.runtime.backend.harness import E8, F8, all_codes, assert_same, check, fp8, refusal, run_compiled, values
 
@@ -113,12 +114,11 @@ ONE: dict[str, Callable[..., Any]] = {
     "aten.ne.Scalar": lambda x: aten.ne.Scalar(x, 1.3),
     "aten.isnan.default": lambda x: aten.isnan.default(x),
 }
-"""A program on one fp8 tensor [4, 8] for every row that is neither refused nor tested elsewhere."""
+"""A program on one fp8 tensor [4, 8] for every row that is neither refused nor in a test of its own."""
 
-ELSEWHERE = {
-    "aten._scaled_mm.default": "test_the_scaled_product",
-    **{name: "test_collectives" for name in OPERATIONS if name.startswith("_c10d")},
-}
+SCALED_PRODUCT = "aten._scaled_mm.default"
+COLLECTIVES = tuple(name for name in OPERATIONS if name.startswith("_c10d"))
+"""These need a process group: test_input_checks has their program."""
 
 
 @pytest.fixture
@@ -137,8 +137,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def test_every_row_has_a_program() -> None:
     allowed = {name for name, row in OPERATIONS.items() if row.kind is not Kind.REFUSE}
-    assert set(ONE) | set(ELSEWHERE) == allowed
-    assert not set(ONE) & set(ELSEWHERE)
+    elsewhere = {SCALED_PRODUCT, *COLLECTIVES}
+    assert set(ONE) | elsewhere == allowed
+    assert not set(ONE) & elsewhere
 
 
 def batches(programs: dict[str, Callable[..., Any]], size: int = 12) -> list[list[str]]:
@@ -373,7 +374,7 @@ class TestScaledProduct:
     @pytest.mark.parametrize("out", [torch.bfloat16, F32])
     def test_the_scaled_product(self, out: torch.dtype, seen: set[str]) -> None:
         check(lambda a, b, s, t, c: torch._scaled_mm(a, b.t(), s, t, out_dtype=out), self.arguments)
-        assert "aten._scaled_mm.default" in seen
+        assert SCALED_PRODUCT in seen
 
     def test_with_a_bias(self) -> None:
         def program(a: Any, b: Any, s: Any, t: Any, c: Any) -> Any:
@@ -421,3 +422,11 @@ def test_overflowing_fills_saturate() -> None:
     assert_same(chosen, torch.tensor(448.0).to(F8))
     assert x.view(torch.uint8)[0, 0] == 0x7E
     assert (x.view(torch.uint8)[1] == 0xFE).all()
+
+
+def test_a_copy_between_devices_waits_unless_it_was_asked_not_to() -> None:
+    source = torch.empty(2)
+    assert conversions._where_to(source, {"device": "meta"}) == {"device": "meta", "non_blocking": False}
+    asked = conversions._where_to(source, {"device": "meta", "non_blocking": True})
+    assert asked == {"device": "meta", "non_blocking": True}
+    assert conversions._where_to(source, {"device": "cpu", "non_blocking": True}) == {}
