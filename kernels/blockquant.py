@@ -51,10 +51,26 @@ def fp8_linear_block128_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -
 
 
 @nki.jit
-def fp4_linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+def fp4_linear_raw(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """x bf16 [m, k] times w^T, w uint8 [n, k/2] (two e2m1 codes a byte), scale uint8 [n, k/32] (e8m0): bf16 [m, n]."""
     out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    linear_fp4(out, x, w, scale)
+    linear_fp4(out, x, w, scale, False)
+    return out
+
+
+@nki.jit
+def fp4_linear_raw_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp4_linear_raw` on two cores, n a multiple of 256."""
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp4(out, x, w, scale, False)
+    return out
+
+
+@nki.jit
+def fp4_linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp4_linear_raw` of x after a round trip through e4m3 in blocks of 32 columns."""
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp4(out, x, w, scale, True)
     return out
 
 
@@ -62,7 +78,7 @@ def fp4_linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
 def fp4_linear_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp4_linear` on two cores, n a multiple of 256."""
     out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    linear_fp4(out, x, w, scale)
+    linear_fp4(out, x, w, scale, True)
     return out
 
 
@@ -73,7 +89,7 @@ def fp4_linear_2core_gated(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, flag
     fill_zero(out)
 
     def once(_index: nl.ndarray) -> None:
-        linear_fp4(out, x, w, scale)
+        linear_fp4(out, x, w, scale, True)
 
     nl.fori_loop(0, trips_if_one(flag), once)
     return out

@@ -5,7 +5,7 @@ import nki.language as nl
 
 from .engine_balance import charge_scalar, charge_vector
 from .few_rows import multiply_partial, spread_blocks
-from .load_x import load_activations
+from .load_x import load_activations, round_trip_cycles
 from .records import EngineClock, my_share
 from .scales import BLOCK, load_row_scales
 from .tiles import (
@@ -41,8 +41,10 @@ SIGN_AND_MAGNITUDE = 0x9C9C9C9C - (1 << 32)
 """Where an e2m1 code's bits lie in each e4m3 byte of a 32-bit word."""
 
 
-def linear_fp4(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> None:
+def linear_fp4(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_trip: bool) -> None:
     """out bf16 [m, n] in HBM = x bf16 [m, k] times w^T, w uint8 [n, k / 2], scale uint8 [n, k / 32].
+
+    With `round_trip`, x first goes through e4m3 and back in blocks of 32 columns.
 
     A scale belongs to one row of w, so no operand of a matmul can absorb it for a whole k tile. For few rows of x,
     each block's partial sums are scaled in fp32; beyond, the weights are, exactly in bf16.
@@ -52,7 +54,9 @@ def linear_fp4(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray)
     check_sizes(m, n, k)
     share = my_share(n)
     clock = EngineClock(0, 0)
-    moving = plane_view(load_activations([x], WIDTH, False))
+    if round_trip:
+        charge_vector(clock, round_trip_cycles(m, k, WIDTH))
+    moving = plane_view(load_activations([x], WIDTH, round_trip))
     few = m <= PARTIAL_M_MAX
     if few:
         moving = spread_blocks(moving, k, BLOCKS, CODE_UNIT)

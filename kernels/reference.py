@@ -111,9 +111,14 @@ def fp8_linear(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     return fp8_linear_raw(fp8_round_trip(x), w, scale)
 
 
-def fp4_linear(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+def fp4_linear_raw(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     """x bf16 [m, k] times dequantize_fp4(w, scale) transposed: bf16 [m, n]."""
     return linear(x.float(), dequantize_fp4(w, scale)).to(torch.bfloat16)
+
+
+def fp4_linear(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """`fp4_linear_raw` of x after the fp8 round trip: bf16 [m, n]."""
+    return fp4_linear_raw(fp8_round_trip(x), w, scale)
 
 
 def fp4_linear_2core_gated(x: Tensor, w: Tensor, scale: Tensor, flag: Tensor) -> Tensor:

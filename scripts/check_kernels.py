@@ -3,20 +3,24 @@
     python scripts/check_kernels.py                                   # all shapes and rows: about half an hour
     python scripts/check_kernels.py --weight wkv --rows 1,16 --fill "all codes"
 
-Every result must meet the bound of kernel_cases.error_ratio, and one core must agree with two bit for bit. Runs on
-AWS's simulator where its `nki` is installed, on the emulator elsewhere; says which.
+Every result must meet the bound of tests.kernels.cases.error_ratio, and one core must agree with two bit for bit. Runs
+on AWS's simulator where its `nki` is installed, on the emulator elsewhere; says which.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import click
 import torch
-from kernel_cases import FILLS, GEMMS, Gemm, error_ratio, make_case
-from kernel_cost import V41_FP4, V41_FP8
+
+sys.path.extend(str(Path(__file__).resolve().parents[1] / part) for part in ("", "tests"))
 from nki_emulator import run
+
+from tests.kernels.cases import FILLS, GEMMS, Gemm, error_ratio, make_case
+from tests.kernels.models import V41_FP4, V41_FP8
 
 ROWS = (1, 3, 16, 32, 64, 128, 200, 512)
 

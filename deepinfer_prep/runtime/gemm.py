@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.kernels import reference
+from deepinfer_prep.kernels.constants import K_MULTIPLE, M_MAX, N_MULTIPLE, TWO_CORE_N_MULTIPLE
 from deepinfer_prep.runtime import kernel_launch, neuron
 from deepinfer_prep.runtime.attributes import BLOCK128_SCALE, KERNEL_SCALE, KERNEL_WEIGHT
 from deepinfer_prep.runtime.kernel_scales import e8m0_values
@@ -28,10 +29,6 @@ __all__ = [
     "prepare_model",
     "supported",
 ]
-
-_MAX_ROWS = 512
-"""Rows of x that one launch of a kernel takes."""
-_K_MULTIPLE, _N_MULTIPLE, _TWO_CORE_N_MULTIPLE = 128, 32, 256
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def supported(a: torch.Tensor, b: torch.Tensor, k: int, n: int) -> bool:
 
     It takes a Neuron device, a prepared weight, k % 128 == 0 and n % 32 == 0, and the switch not turned off.
     """
-    fits = k % _K_MULTIPLE == 0 and n % _N_MULTIPLE == 0
+    fits = k % K_MULTIPLE == 0 and n % N_MULTIPLE == 0
     return fits and neuron.holds(a) and has_kernel(b) and kernel_launch.gemm_kernels()
 
 
@@ -86,24 +83,24 @@ def gemm(a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, d: torch.Tensor, g
     m, k = a.shape
     factors = e8m0_values(sfa, m, k).repeat_interleave(reference.FP8_BLOCK, dim=-1)[:, :k]
     values = a.view(torch.float8_e4m3fn).float() * factors
-    d[:m] = _linear("fp8_linear_raw", values.to(torch.bfloat16), _operand(b, k, group))
+    d[:m] = _linear(values.to(torch.bfloat16), _operand(b, k, group), round_trip=False)
 
 
 def linear_qdq(x: torch.Tensor, w: torch.Tensor, group: int | None = None) -> torch.Tensor:
     """x @ dequant(w or w[group])^T: bf16 [m, k] -> bf16 [m, n].
 
-    With a 32x32 e4m3 weight, x first goes to fp8 and back in 1x32 blocks (power-of-two scales, at most 224), in
-    the kernel itself. With an fp4 weight or float scales of 128x128 blocks x is used as it is.
+    With a 32x32 e4m3 weight or an fp4 weight, x first goes to fp8 and back in 1x32 blocks (power-of-two scales, at
+    most 224), in the kernel itself. With float scales of 128x128 blocks x is used as it is.
 
     Raises:
         PrepError: `w` is not prepared.
     """
-    return _linear("fp8_linear", x, _operand(w, x.shape[-1], group))
+    return _linear(x, _operand(w, x.shape[-1], group), round_trip=True)
 
 
 def linear_qdq_raw(x: torch.Tensor, weight_u8: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """`linear_qdq` for a bare weight, uint8 [n, k] or [n, k/2], and its kernel scale."""
-    return _linear("fp8_linear", x, _Operand(weight_u8, scale, x.shape[-1]))
+    return _linear(x, _Operand(weight_u8, scale, x.shape[-1]), round_trip=True)
 
 
 def linear_qdq_gated(x: torch.Tensor, w: torch.Tensor, group: int | None, flag: torch.Tensor) -> torch.Tensor | None:
@@ -115,7 +112,7 @@ def linear_qdq_gated(x: torch.Tensor, w: torch.Tensor, group: int | None, flag: 
     if not has_kernel(w):
         return None
     operand = _operand(w, x.shape[-1], group)
-    if not operand.is_fp4 or operand.n % _TWO_CORE_N_MULTIPLE or not kernel_launch.two_core_gemm():
+    if not operand.is_fp4 or operand.n % TWO_CORE_N_MULTIPLE or not kernel_launch.two_core_gemm():
         return None
     name = "fp4_linear_2core_gated"
     if _on_kernel(x, operand):
@@ -136,13 +133,17 @@ def _operand(w: torch.Tensor, k: int, group: int | None) -> _Operand:
     return _Operand(weight, scale, k) if group is None else _Operand(weight[group], scale[group], k)
 
 
-def _linear(name: str, x: torch.Tensor, operand: _Operand) -> torch.Tensor:
+def _kernel_name(operand: _Operand, round_trip: bool) -> str:
     if operand.is_block128:
-        name = "fp8_linear_block128"
-    elif operand.is_fp4:
-        name = "fp4_linear"
+        return "fp8_linear_block128"
+    name = "fp4_linear" if operand.is_fp4 else "fp8_linear"
+    return name if round_trip else f"{name}_raw"
+
+
+def _linear(x: torch.Tensor, operand: _Operand, *, round_trip: bool) -> torch.Tensor:
+    name = _kernel_name(operand, round_trip)
     if _on_kernel(x, operand):
-        two_core = operand.n % _TWO_CORE_N_MULTIPLE == 0 and kernel_launch.two_core_gemm()
+        two_core = operand.n % TWO_CORE_N_MULTIPLE == 0 and kernel_launch.two_core_gemm()
         call = kernel_launch.kernel(f"{name}_2core" if two_core else name)
         return _launch(lambda rows: call(rows, operand.weight, operand.scale), x, operand)
     x, weight = _padded(x, operand)
@@ -150,14 +151,14 @@ def _linear(name: str, x: torch.Tensor, operand: _Operand) -> torch.Tensor:
 
 
 def _on_kernel(x: torch.Tensor, operand: _Operand) -> bool:
-    fits = operand.k % _K_MULTIPLE == 0 and operand.n % _N_MULTIPLE == 0
+    fits = operand.k % K_MULTIPLE == 0 and operand.n % N_MULTIPLE == 0
     return fits and neuron.holds(x) and kernel_launch.gemm_kernels()
 
 
 def _launch(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, operand: _Operand) -> torch.Tensor:
     if x.shape[0] == 0:
         return x.new_empty(0, operand.n)
-    parts = [call(rows.contiguous()) for rows in torch.split(x, _MAX_ROWS)]
+    parts = [call(rows.contiguous()) for rows in torch.split(x, M_MAX)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

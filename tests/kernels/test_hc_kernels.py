@@ -7,8 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from kernel_cases import ON_SIMULATOR, reference
 from nki_emulator import Options, installed, run
+
+from tests.kernels.cases import ON_SIMULATOR, reference
 
 with installed():
     from deepinfer_prep.kernels import hc_attn_out, hc_collapse, hc_expand, hc_mixes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kernel_cases import GEMMS, ON_SIMULATOR, Gemm
-from kernel_cost import V41_FP4, V41_FP8, gemm_model, hyper_connection_models
 from nki_emulator.lint import lint_file
 
 import deepinfer_prep.kernels
+from tests.kernels.cases import GEMMS, ON_SIMULATOR, Gemm
+from tests.kernels.models import V41_FP4, V41_FP8, gemm_model, hyper_connection_models
 
 emulator_only = pytest.mark.skipif(ON_SIMULATOR, reason="AWS's simulator keeps no record of instructions")
 

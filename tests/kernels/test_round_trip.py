@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import ON_SIMULATOR, blockquant, reference
 from nki_emulator import Options, installed, run
+
+from tests.kernels.cases import ON_SIMULATOR, blockquant, reference
 
 with installed():
     import nki

@@ -68,18 +68,21 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
 # On a host
 
 
-@pytest.mark.parametrize(("n", "k"), [(64, 256), (96, 128), (100, 300), (33, 32), (256, 160)])
-def test_linear_qdq_of_fp8_rounds_activations(n, k):
-    weight, x = fp8_weight(n, k), activations(5, k)
+SIZES = [(fp8_weight, n, k) for n, k in ((64, 256), (96, 128), (100, 300), (33, 32), (256, 160))]
+SIZES += [(fp4_weight, n, k) for n, k in ((64, 256), (100, 320), (33, 32))]
+
+
+@pytest.mark.parametrize(("make", "n", "k"), SIZES)
+def test_linear_qdq_of_scales_of_32_columns_rounds_activations(make, n, k):
+    weight, x = make(n, k), activations(5, k)
     rounded = reference.fp8_round_trip(torch.nn.functional.pad(x, (0, -k % 32)))[:, :k]
     assert not torch.equal(rounded, x)
     assert_close(gemm.linear_qdq(x, weight), rounded, dequantized(weight))
 
 
-@pytest.mark.parametrize("make", [fp4_weight, block128_weight])
 @pytest.mark.parametrize(("n", "k"), [(64, 256), (100, 320), (96, 128)])
-def test_linear_qdq_of_other_weights_keeps_activations(make, n, k):
-    weight, x = make(n, k), activations(5, k)
+def test_linear_qdq_of_float_scales_keeps_activations(n, k):
+    weight, x = block128_weight(n, k), activations(5, k)
     assert_close(gemm.linear_qdq(x, weight), x, dequantized(weight))
 
 
@@ -200,16 +203,17 @@ def test_linear_qdq_launches_the_kernel(fake_neuron: FakeNeuron, make, n, kernel
     assert gemm.supported(x, weight, 256, n)
     result = gemm.linear_qdq(x, weight)
     assert fake_neuron.calls == [kernel]
-    rounded = reference.fp8_round_trip(x) if make is fp8_weight else x
+    rounded = x if make is block128_weight else reference.fp8_round_trip(x)
     assert_close(result, rounded, dequantized(weight))
 
 
-@pytest.mark.parametrize(("n", "kernel"), [(64, "fp8_linear_raw"), (256, "fp8_linear_raw_2core")])
-def test_gemm_launches_the_raw_kernel(fake_neuron: FakeNeuron, n, kernel):
-    weight, codes = fp8_weight(n), random_codes(3, 256, highest=0x76)
+@pytest.mark.parametrize(("n", "cores"), [(64, ""), (256, "_2core")])
+@pytest.mark.parametrize(("make", "kernel"), [(fp8_weight, "fp8_linear_raw"), (fp4_weight, "fp4_linear_raw")])
+def test_gemm_launches_the_raw_kernel(fake_neuron: FakeNeuron, make, kernel, n, cores):
+    weight, codes = make(n), random_codes(3, 256, highest=0x76)
     d = torch.zeros(4, n, dtype=torch.bfloat16)
     gemm.gemm(fp8(codes), e8m0(3, 8, value=125), weight, d)
-    assert fake_neuron.calls == [kernel]
+    assert fake_neuron.calls == [kernel + cores]
     assert_close(d[:3], fp8(codes).double() / 4, dequantized(weight))
     assert (d[3] == 0).all()
 

@@ -1,23 +1,18 @@
 """Inputs of the GEMM kernels and the bound that their results must meet, for the tests and check_kernels.py.
 
-Importing this module makes nki_emulator importable, and imports the kernels: on AWS's `nki` where that is installed, on
-the emulator elsewhere.
+Importing this module imports the kernels: on AWS's `nki` where that is installed, on the emulator elsewhere.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from nki_emulator import installed
 from nki_emulator.install import real_nki
+from torch import Tensor
 
 with installed():
     from deepinfer_prep.kernels import blockquant, reference
@@ -54,7 +49,12 @@ class Gemm:
 
     def oracle_input(self, x: Tensor) -> Tensor:
         """What the kernel multiplies with: x, or x after the fp8 round trip."""
-        return reference.fp8_round_trip(x) if self.name == "fp8_linear" else x
+        return reference.fp8_round_trip(x) if self.round_trip else x
+
+    @property
+    def round_trip(self) -> bool:
+        """Whether the kernel takes x through fp8 and back."""
+        return self.name in ("fp8_linear", "fp4_linear")
 
     def kernel(self, cores: int) -> Any:
         """The kernel for 1 or 2 cores."""
@@ -64,6 +64,7 @@ class Gemm:
 GEMMS = (
     Gemm("fp8_linear_raw", reference.fp8_linear_raw, reference.dequantize_fp8, 1, (32, 32), (10, 247)),
     Gemm("fp8_linear", reference.fp8_linear, reference.dequantize_fp8, 1, (32, 32), (10, 247)),
+    Gemm("fp4_linear_raw", reference.fp4_linear_raw, reference.dequantize_fp4, 2, (1, 32), (8, 252)),
     Gemm("fp4_linear", reference.fp4_linear, reference.dequantize_fp4, 2, (1, 32), (8, 252)),
     Gemm("fp8_linear_block128", reference.fp8_linear_block128, reference.dequantize_block128, 1, (128, 128), None),
 )
