@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from deepinfer_prep.report.build import build_report
+from deepinfer_prep.report.page import render_page
 
-__all__ = ["build_report"]
+__all__ = ["build_report", "render_page"]

@@ -82,6 +82,7 @@ def build_report(
         refusals=tuple(refusals),
         tensors=tuple(_rows(subject, counted, kernels)),
         tensors_in_all=len(subject.tensors),
+        rows_in_all=counted.candidates,
         output=_output_facts(subject, counted, headers_only, verified),
     )
 

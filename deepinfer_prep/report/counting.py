@@ -32,6 +32,8 @@ class Counted:
     listed: tuple[str, ...]
     """Tensors of the table, largest first; scales stand beside their weights."""
     listed_names: frozenset[str]
+    candidates: int
+    """Of how many tensors they were chosen."""
     shown: frozenset[str]
     """Those of them whose distribution is kept."""
     map: MapBuilder
@@ -98,7 +100,7 @@ def _choose(subject: Subject, asked: tuple[str, ...], layer_map: MapBuilder) -> 
     listed = tuple(name for place, name in enumerate(by_size) if place < MOST_ROWS or name in wanted)
     fp8_names = {weight.name for weight in subject.weights if weight.element == "e4m3"} | {*subject.unscaled}
     largest = islice((name for name in by_size if name in fp8_names), MOST_DISTRIBUTIONS)
-    return Counted(listed, frozenset(listed), frozenset({*largest, *(wanted & fp8_names)}), layer_map)
+    return Counted(listed, frozenset(listed), len(by_size), frozenset({*largest, *(wanted & fp8_names)}), layer_map)
 
 
 def _add_codes(counted: Counted, name: str, codes: I64, halved: bool, in_total: bool) -> None:

@@ -146,4 +146,6 @@ class Report:
     tensors: tuple[TensorRow, ...]
     """The asked-for tensors and the largest others; scales stand beside their weights."""
     tensors_in_all: int
+    rows_in_all: int
+    """Tensors that are no scales, of which `tensors` are some."""
     output: OutputFacts | None
