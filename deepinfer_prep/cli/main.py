@@ -285,3 +285,88 @@ def verify(
     emit(result, verification_text, as_json, report)
     if not result.ok:
         raise SystemExit(EXIT_FAILED)
+
+
+def _parse_page(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    # A slip of the finger must not write a page over a shard.
+    if value is not None and value.suffix.lower() not in (".html", ".htm"):
+        raise click.BadParameter(f"{value} does not end in .html")
+    return value
+
+
+@main.command(
+    short_help="Show a checkpoint or an output as one HTML page.",
+    epilog=_examples(
+        "  deepinfer-prep report DeepSeek-V4.1-Flash -o report.html\n"
+        "  deepinfer-prep report DeepSeek-V4.1-Flash -o report.html --headers-only\n"
+        "  deepinfer-prep report DeepSeek-V4.1-Flash -o report.html --tensor 'layers.7.*'\n"
+        "  deepinfer-prep report DeepSeek-V4.1-Flash-neuron -o report.html --verification verify.json\n"
+        "  deepinfer-prep report DeepSeek-V4.1-Flash --json | jq .verdict"
+    ),
+)
+@click.argument("path", type=_CHECKPOINT)
+@click.option(
+    "-o",
+    "--output",
+    "page",
+    type=click.Path(path_type=Path, dir_okay=False),
+    callback=_parse_page,
+    help="The page to write, a name that ends in .html. May be left out with --json.",
+)
+@click.option("--headers-only", is_flag=True, help="Read headers alone: seconds, but no figures of codes and scales.")
+@click.option(
+    "--tensor",
+    "tensors",
+    metavar="PATTERN",
+    multiple=True,
+    help="Show these tensors too, whatever their size; * stands for any characters. May be repeated.",
+)
+@click.option(
+    "--verification",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="For an output: what `verify --report FILE` wrote, so that the page says when it was verified.",
+)
+@_plan_options
+@_workers
+@_chunk_size
+@_json
+@_quiet
+def report(
+    path: Path,
+    page: Path | None,
+    headers_only: bool,
+    tensors: tuple[str, ...],
+    verification: Path | None,
+    options: Options,
+    workers: int | None,
+    chunk_size: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Show PATH, a checkpoint or an output of convert, as one HTML page that needs nothing else.
+
+    A checkpoint is shown as it is, with what convert would do; an output with what was done. The fp8 data is read
+    once. Drawing needs plotly: pip install 'deepinfer-prep[report]'. The exit status is 0 once the page is
+    written, whatever it says; `inspect` and `verify` have one that tells.
+    """
+    if page is None and not as_json:
+        raise click.UsageError("Say where to write the page, -o report.html, or ask for --json.")
+    with reported_errors(as_json), progress_display(quiet) as progress:
+        from deepinfer_prep.report.build import build_report
+        from deepinfer_prep.report.page import render_page, require_plotly
+
+        if page is not None:
+            require_plotly()
+        result = build_report(
+            path,
+            options=options,
+            headers_only=headers_only,
+            tensors=tensors,
+            verification=verification,
+            workers=workers,
+            chunk_size=chunk_size,
+            progress=progress,
+        )
+        if page is not None:
+            page.write_text(render_page(result), encoding="utf-8", newline="\n")
+    emit(result, lambda found: f"{found.verdict.sentence}\n{page}", as_json, None)

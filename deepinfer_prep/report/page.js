@@ -166,7 +166,7 @@ function drawMap() {
     type: "heatmap", z: values, x: columns.map((_, position) => position), y: kept.map((_, position) => position),
     text: texts, hoverinfo: "text", hoverongaps: false, xgap: 1, ygap: 1, zmin: chosen.percent ? 0 : undefined,
     zmax: chosen.percent && most === 0 ? 1 : undefined,
-    colorscale: chosen.percent ? [[0, color.low], [1, metric === 0 ? color.bad : color.warn]] : "Viridis",
+    colorscale: chosen.percent ? [[0, color.low], [1, metric !== 0 ? color.warn : isOutput ? color.good : color.bad]] : "Viridis",
     colorbar: {thickness: 10, len: 1, outlinewidth: 0, tickfont: {color: color.muted, size: 11},
       ...(chosen.percent ? rootTicks(most) : {tickformat: "d", nticks: 5})},
   }], {

@@ -14,6 +14,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from html import escape
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 from deepinfer_prep.errors import PrepError
@@ -71,15 +72,24 @@ def visible(text: str) -> str:
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
-def _plotly() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
+def require_plotly() -> None:
+    """Check that pages can be made, before time is spent on reading.
+
+    Raises:
+        PrepError: plotly, which draws the figures, is not installed.
+    """
+    if find_spec("plotly") is None:
         raise PrepError(
             "the page needs plotly, which is not installed: pip install 'deepinfer-prep[report]'. With --json alone "
             "the figures are printed without it.",
             code="no-plotly",
-        ) from None
+        )
+
+
+def _plotly() -> str:
+    require_plotly()
+    from plotly.offline import get_plotlyjs
+
     text: str = get_plotlyjs()
     # Digests are taken of what a browser sees, and it reads every line break as one line feed.
     return text.replace("\r\n", "\n").replace("</script", "<\\/script")

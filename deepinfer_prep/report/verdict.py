@@ -23,7 +23,7 @@ def judge(subject: Subject, total: CodeFigures | None, refusals: tuple[str, ...]
         return Verdict("refused", f"This checkpoint cannot be converted as it is, for {reasons} listed below.")
     if not any(weight.element == "e4m3" for weight in subject.weights):
         return Verdict("nothing to do", _nothing_to_do(subject))
-    return Verdict("ready", f"This checkpoint can be converted exactly. {_what_it_gains(total)}")
+    return Verdict("ready", f"This checkpoint can be converted. {_what_it_gains(total)}")
 
 
 def _judge_output(total: CodeFigures | None, problems: tuple[str, ...], bad_codes: int, version: str) -> Verdict:
