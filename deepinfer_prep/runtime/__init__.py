@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint, WeightParts
     from deepinfer_prep.runtime.loading.contents import StoredTensor
     from deepinfer_prep.runtime.loading.requests import Request
+    from deepinfer_prep.runtime.loading.scale_form import ScaleForm
     from deepinfer_prep.runtime.loading.slices import Slice, SliceError
     from deepinfer_prep.runtime.rescaling.rescale import rescale_fp8_weights
 
@@ -33,6 +34,7 @@ __all__ = [
     "LoadReport",
     "PreparedCheckpoint",
     "Request",
+    "ScaleForm",
     "Slice",
     "SliceError",
     "StoredTensor",
@@ -54,6 +56,7 @@ _HOMES = {
     "LoadReport": "load",
     "PreparedCheckpoint": "loading.checkpoint",
     "Request": "loading.requests",
+    "ScaleForm": "loading.scale_form",
     "Slice": "loading.slices",
     "SliceError": "loading.slices",
     "StoredTensor": "loading.contents",

@@ -18,5 +18,9 @@ HI, LO = "_nki_fn_hi", "_nki_fn_lo"
 SPLIT_VERSION = "_nki_fn_version"
 """Counts the changes of a matrix when it was split, so that a later change in place shows."""
 
+LOADED_SCALES = "_deepinfer_loaded_scales"
+"""Attribute of a module: the scales of its own tensors, by the name of the tensor, as loading attached them. Copying or
+wrapping a parameter drops its attributes, but not those of the module that holds it."""
+
 ATTACHED = (SCALE, KERNEL_WEIGHT, *KERNEL_SCALES, HI, LO, SPLIT_VERSION)
-"""All of them."""
+"""All that a tensor may have."""

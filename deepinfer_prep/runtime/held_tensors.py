@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepinfer_prep import fp8
-from deepinfer_prep.runtime.attributes import KERNEL_SCALES, SCALE
+from deepinfer_prep.runtime.attributes import KERNEL_SCALES, LOADED_SCALES, SCALE
 from deepinfer_prep.runtime.dtypes import FLOAT_NAMES
 
 E8M0_DTYPES = frozenset({torch.float8_e8m0fnu, torch.uint8, torch.int16, torch.int32})
@@ -72,6 +72,9 @@ def main_scale(held: Held) -> torch.Tensor | None:
 
 def _scales(module: nn.Module, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     unscaled = True
+    if not hasattr(tensor, SCALE) and isinstance(scale := _loaded_scales(module).get(name), torch.Tensor):
+        unscaled = False
+        yield f"{name}.{SCALE}", scale
     for attribute in (SCALE, *KERNEL_SCALES):
         if isinstance(scale := getattr(tensor, attribute, None), torch.Tensor):
             unscaled = False
@@ -83,6 +86,29 @@ def _scales(module: nn.Module, name: str, tensor: torch.Tensor) -> Iterator[tupl
     # A plain `scale` may be something else (of a norm, of attention), so it counts only where there is no other.
     if unscaled and name == "weight" and (beside := _own_tensor(module, "scale")) is not None:
         yield "scale", beside
+
+
+def keep_loaded_scale(module: nn.Module, name: str, scale: torch.Tensor | None) -> None:
+    """Let a module remember the scale that loading attached to one of its tensors, or forget an earlier one.
+
+    A copy of a parameter, and a parameter wrapped anew, has no attributes; what the module remembers stays with it
+    and is copied with it.
+    """
+    kept = {**_loaded_scales(module), name: scale}
+    module.__dict__[LOADED_SCALES] = {name: scale for name, scale in kept.items() if scale is not None}
+
+
+def restore_loaded_scales(model: nn.Module) -> None:
+    """Attach the scales that modules remember to those of their tensors that have lost theirs."""
+    for place in places(model):
+        scale = _loaded_scales(place.module).get(place.attribute)
+        if scale is not None and not hasattr(place.tensor, SCALE):
+            setattr(place.tensor, SCALE, scale.to(place.tensor.device))
+
+
+def _loaded_scales(module: nn.Module) -> Mapping[str, torch.Tensor]:
+    found: Mapping[str, torch.Tensor] = module.__dict__.get(LOADED_SCALES, {})
+    return found
 
 
 def _own_tensor(module: nn.Module, name: str) -> torch.Tensor | None:

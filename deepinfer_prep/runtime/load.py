@@ -16,13 +16,17 @@ from torch import nn
 from tqdm import tqdm
 
 from deepinfer_prep.runtime.loading.assembly import Target
-from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint, Request
+from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint
 from deepinfer_prep.runtime.loading.gc_pause import collector_paused
 from deepinfer_prep.runtime.loading.install import Filling
-from deepinfer_prep.runtime.loading.plan import LoadPlan, Rename, Slices, plan_load
+from deepinfer_prep.runtime.loading.plan import LoadPlan, plan_load
+from deepinfer_prep.runtime.loading.requests import Request
+from deepinfer_prep.runtime.loading.rules import LoadRules, Names, Rename, Scales, Slices
+from deepinfer_prep.runtime.loading.scale_form import ScaleForm
+from deepinfer_prep.runtime.loading.tied import differing
 from deepinfer_prep.workers import batches
 
-__all__ = ["LoadReport", "Target", "load_weights", "weights_iterator"]
+__all__ = ["LoadReport", "ScaleForm", "Target", "load_weights", "weights_iterator"]
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +45,13 @@ class LoadReport:
     """Bytes read from files for it."""
     seconds: float
     missing: tuple[str, ...]
-    """Parameters and buffers that nothing filled; empty unless `strict` was turned off."""
+    """Parameters and buffers that nothing filled, as `strict` and `allow_missing` let them be."""
     unexpected: tuple[str, ...]
-    """Tensors that the model has no place for; empty unless `strict` was turned off."""
+    """Tensors that the model has no place for, as `strict` and `allow_unexpected` let them be."""
     skipped: tuple[str, ...]
     """Tensors for which `rename` returned None."""
     tied: Mapping[str, str]
-    """Tensors that were not read because their parameter is tied to one that another tensor fills -> that tensor."""
+    """Tensors that were not loaded because their parameter is tied to one that another tensor fills -> that tensor."""
     left_on_meta: tuple[str, ...]
     """What of the model has no memory yet: buffers that it has to compute itself."""
 
@@ -63,43 +67,69 @@ def load_weights(
     *,
     rename: Rename | None = None,
     slices: Slices | None = None,
+    scales: ScaleForm | Scales | None = None,
     device: torch.device | str = "cpu",
     strict: bool = True,
+    allow_missing: Names = (),
+    allow_unexpected: Names = (),
+    pad_rows: Names = (),
+    cast: Names = (),
     progress: bool = True,
 ) -> LoadReport:
     """Fill a model's parameters and persistent buffers from a prepared checkpoint, and attach what kernels need.
 
     What has memory is filled in place; what is on the meta device gets memory on `device` (on the CPU without a
-    copy where it can be: see `PreparedCheckpoint`). Tied parameters are read once. Attached to every quantized
-    weight: `sf`, its scale as stored (the model's own parameter, where the scale's name leads to one); to those
-    whose manifest entry names a kernel scale `_nki_scale` (uint8) and `_nki_weight` (the weight's own bytes as
-    uint8); to split matrices `_nki_fn_hi` and `_nki_fn_lo` (bf16).
+    copy where it can be: see `PreparedCheckpoint`). Parameters that are tied, as one object or over one memory, are
+    read once; a tensor that is stored for another name of theirs is compared, and a difference is logged.
+
+    Attached to every quantized weight: `sf`, its scale as stored (the model's own parameter, where the scale's name
+    leads to one); to those whose manifest entry names a kernel scale `_nki_scale` (uint8) and `_nki_weight` (the
+    weight's own bytes as uint8); to split matrices `_nki_fn_hi` and `_nki_fn_lo` (bf16). Copying a model, or wrapping
+    its parameters anew, drops attributes: call `gemm.prepare_model` and `mhc.prepare_model` afterwards.
+
+    Arguments that hold names take names in full or patterns in which `*` stands for any text.
 
     Args:
-        rename: the parameter's name for a tensor's name, or a `Target` for tensors that are put together, or None
-            for a tensor that is not wanted. Without it, names are equal. A scale that leads nowhere is no error:
-            it still goes with its weight.
+        rename: the parameter's name for a tensor's name, or a `Target` for tensors that are put together, or a list
+            of these for a tensor that goes to several places, or None for a tensor that is not wanted. Without it,
+            names are equal. A scale that leads nowhere is no error: it still goes with its weight.
         slices: the part of a tensor that this rank takes, or None for all of it; `PreparedCheckpoint.share`
             computes such parts. It is not asked for scales, which are cut in step with their weights.
+        scales: the form of every `sf`, or a function that gives it for the name of a weight's parameter; None for the
+            form that the checkpoint has.
         device: for what is on the meta device.
         strict: refuse a model with parameters that no tensor fills, and tensors that no parameter takes.
+        allow_missing: parameters that may stay as they are all the same.
+        allow_unexpected: tensors that may be left out all the same.
+        pad_rows: parameters that may have more rows than the checkpoint gives them: the last rows are zeros, those
+            of their scales ones.
+        cast: parameters of another float dtype than their tensors, whose values are converted. Not for quantized
+            weights, whose values mean nothing without their scales.
         progress: show a progress bar on a terminal.
 
     Raises:
         RefusedError: model and checkpoint do not fit; everything that is missing, unexpected, of a wrong shape or
             dtype, or cut through a block is named at once, and nothing was changed.
+        TypeError: `rename`, `slices` or `scales` returned something else than what is said above.
         ManifestError: a path was given that is no finished output.
         PrepError: a file was cut while it was being read.
     """
-    if not isinstance(checkpoint, PreparedCheckpoint):
-        with PreparedCheckpoint(checkpoint) as opened:
-            return load_weights(
-                model, opened, rename=rename, slices=slices, device=device, strict=strict, progress=progress
-            )
+    rules = LoadRules(rename, slices, scales, strict, allow_missing, allow_unexpected, pad_rows, cast)
+    if isinstance(checkpoint, PreparedCheckpoint):
+        return _load(model, checkpoint, rules, torch.device(device), progress)
+    with PreparedCheckpoint(checkpoint) as opened:
+        return _load(model, opened, rules, torch.device(device), progress)
+
+
+def _load(
+    model: nn.Module, checkpoint: PreparedCheckpoint, rules: LoadRules, device: torch.device, progress: bool
+) -> LoadReport:
     started, read_before = time.perf_counter(), checkpoint.bytes_read
     with torch.no_grad(), collector_paused():
-        plan = plan_load(model, checkpoint, rename, slices, strict)
-        loaded = _execute(plan, checkpoint, torch.device(device), progress)
+        plan = plan_load(model, checkpoint, rules)
+        loaded = _execute(plan, checkpoint, device, progress)
+        for problem in differing(checkpoint, plan.tied):
+            log.warning("%s: %s", checkpoint.folder, problem)
     report = LoadReport(
         tensors=len(plan.slots),
         bytes_loaded=loaded,
@@ -108,7 +138,7 @@ def load_weights(
         missing=plan.missing,
         unexpected=plan.unexpected,
         skipped=plan.skipped,
-        tied=plan.tied,
+        tied={tied.dropped: tied.loaded for tied in plan.tied},
         left_on_meta=plan.model.on_meta(),
     )
     log.info("%s: %s", checkpoint.folder, report)

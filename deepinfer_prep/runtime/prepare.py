@@ -29,7 +29,9 @@ def prepare_model(model: nn.Module) -> int:
     128x128 blocks and are no powers of two, `_nki_block_scale`, float32 [..., ceil(n/128), ceil(k/128)].
 
     Scales are found as `rescale_fp8_weights` finds them. Weights that get none are logged with the reason. Call
-    it after rescaling, after moving the model to its device, and again when weights were loaded anew.
+    it after rescaling, after moving the model to its device, after copying the model or wrapping its parameters anew
+    (which drops attributes; the `.sf` of a weight that `load_weights` filled is attached again), and when weights
+    were loaded anew.
     Does nothing with `DEEPINFER_NEURON_FP8_MAX=448`: kernels read the hardware's e4m3.
 
     Returns:
@@ -40,6 +42,7 @@ def prepare_model(model: nn.Module) -> int:
     """
     if settings.leaves_e4m3fn():
         return 0
+    held_tensors.restore_loaded_scales(model)
     prepared, above_240, reasons = 0, [], dict[str, list[str]]()
     for name, weight, scale in _quantized_weights(model):
         try:

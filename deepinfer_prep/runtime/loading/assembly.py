@@ -44,6 +44,13 @@ class SourcePart(NamedTuple):
     """The part's own shape, where that is another one of as many elements."""
 
 
+class Padding(NamedTuple):
+    """The rows from `start` on are padding: zeros, or ones for a scale, in which zero would mean nothing."""
+
+    start: int
+    is_scale: bool
+
+
 class PlacedPart(NamedTuple):
     """Where a piece lies in the assembled tensor; an empty `at` is all of it."""
 
@@ -52,16 +59,17 @@ class PlacedPart(NamedTuple):
 
 
 class Assembly(NamedTuple):
-    """A tensor put together from pieces that tile it."""
+    """A tensor put together from pieces that tile it, but for rows of padding at its end."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     places: tuple[PlacedPart, ...]
+    padding: Padding | None = None
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of the pieces."""
+        return sum(math.prod(place.piece.shape) for place in self.places) * self.dtype.itemsize
 
     @property
     def is_single(self) -> bool:
@@ -109,7 +117,30 @@ def as_grid(pieces: Sequence[SourcePart]) -> list[SourcePart]:
     """Scale pieces that are to be put together, as matrices: one value is [1, 1], one a row [rows, 1]."""
     if len(pieces) == 1 and pieces[0].target.expert is None:
         return list(pieces)
-    return [one._replace(shape=_grid_shape(one.shape), stored_shape=one.shape) for one in pieces]
+    return [one._replace(shape=_grid_shape(one.shape), stored_shape=one.stored_shape or one.shape) for one in pieces]
+
+
+def pad_rows(assembly: Assembly, rows: int, is_scale: bool) -> Assembly:
+    """The same tensor with padding up to `rows` rows (of each matrix, in a stack of matrices)."""
+    axis = row_axis(assembly.shape)
+    start = assembly.shape[axis]
+    if start == rows:
+        return assembly
+    places = [
+        place if len(place.at) > axis else place._replace(at=(*place.at, *_all(axis - len(place.at)), slice(0, start)))
+        for place in assembly.places
+    ]
+    shape = (*assembly.shape[:axis], rows, *assembly.shape[axis + 1 :])
+    return Assembly(assembly.dtype, shape, tuple(places), Padding(start, is_scale))
+
+
+def row_axis(shape: tuple[int, ...]) -> int:
+    """The axis along which tensors are stacked: the last but one, or the only one."""
+    return max(0, len(shape) - 2)
+
+
+def _all(axes: int) -> tuple[slice, ...]:
+    return (slice(None),) * axes
 
 
 def _grid_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -129,7 +160,7 @@ def _stack(pieces: list[SourcePart], prefix: tuple[int, ...]) -> tuple[tuple[int
     first = pieces[0]
     if len(pieces) == 1:
         return first.shape, [PlacedPart(first, prefix)]
-    axis = max(0, len(first.shape) - 2)
+    axis = row_axis(first.shape)
     places, row = [], 0
     for before, piece in pairwise(pieces):
         if before.target.part == piece.target.part:
@@ -141,7 +172,7 @@ def _stack(pieces: list[SourcePart], prefix: tuple[int, ...]) -> tuple[tuple[int
                 "cannot be stacked along rows"
             )
         rows = slice(row, row + piece.shape[axis])
-        places.append(PlacedPart(piece, (*prefix, *(slice(None),) * axis, rows)))
+        places.append(PlacedPart(piece, (*prefix, *_all(axis), rows)))
         row = rows.stop
     return (*first.shape[:axis], row, *first.shape[axis + 1 :]), places
 

@@ -73,6 +73,7 @@ class PreparedCheckpoint:
         self.manifest: Manifest = contents.manifest
         self.tensors: Mapping[str, StoredTensor] = contents.tensors
         """Every tensor by name, those of the sidecar last."""
+        self._grids = contents.grids
         names = (*self.manifest.shards, *self.manifest.sidecar)
         self._files = {name: TensorFile(self.folder / name, self.manifest.files[name].size) for name in names}
         self._lock = threading.Lock()
@@ -131,7 +132,8 @@ class PreparedCheckpoint:
         requests = [Request(name, part), Request(record.scale, self.scale_part(name, part))]
         if record.kernel_scale not in (None, record.scale):
             requests.append(Request(str(record.kernel_scale), self.kernel_scale_part(name, part)))
-        weight, *scales = self.read_all(requests, device=device)
+        weight, scale, *others = self.read_all(requests, device=device)
+        scales = [scale.view(self.grid(record.scale)) if part.is_whole else scale, *others]
         return WeightParts(weight, scales[0], None if record.kernel_scale is None else scales[-1].view(torch.uint8))
 
     def read_all(
@@ -155,7 +157,7 @@ class PreparedCheckpoint:
             PrepError: a file was cut while it was being read.
         """
         batch = Batch(self._files, torch.device(device), mapped=self.access == "mmap")
-        results = [batch.add(self.tensor(request.name), request.part, request.out) for request in requests]
+        results = [batch.add(self._stored(request), request.part, request.out) for request in requests]
         steps = run_parallel(
             batch.transfers(), lambda step, scratch: (step.nbytes, step.run(scratch)), self.workers, SCRATCH_BYTES
         )
@@ -165,6 +167,13 @@ class PreparedCheckpoint:
             if progress is not None:
                 progress(wanted)
         return results
+
+    def grid(self, name: str) -> tuple[int, ...]:
+        """The shape of a scale as parts of it count: [rows, columns], whatever axes of 1 it is stored with.
+
+        For any other tensor its own shape.
+        """
+        return self._grids.get(name) or self.tensor(name).shape
 
     def record(self, weight: str) -> WeightRecord:
         """What the manifest says about a quantized weight.
@@ -230,17 +239,21 @@ class PreparedCheckpoint:
     ) -> None:
         self.close()
 
+    def _stored(self, request: Request) -> StoredTensor:
+        tensor = self.tensor(request.name)
+        return tensor if request.part.is_whole else tensor._replace(shape=self.grid(request.name))
+
     def _where(self, name: str) -> str:
         return f"{self.folder / self.tensor(name).file}: tensor {name!r}"
 
     def _scale_grid(self, record: WeightRecord) -> Grid:
-        return Grid(_stored_block(record, record.block), self.tensor(record.scale).shape)
+        return Grid(_stored_block(record, record.block), self.grid(record.scale))
 
     def _kernel_grid(self, record: WeightRecord) -> Grid | None:
         if record.kernel_scale is None:
             return None
         block = (1 if record.element == "e2m1" else KERNEL_BLOCK, KERNEL_BLOCK)
-        return Grid(_stored_block(record, block), self.tensor(record.kernel_scale).shape)
+        return Grid(_stored_block(record, block), self.grid(record.kernel_scale))
 
     def _unit(self, name: str, axis: str) -> int:
         record = self.manifest.weights.get(name)

@@ -14,6 +14,7 @@ from deepinfer_prep.errors import ManifestError
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
 from deepinfer_prep.manifest import Manifest, read_manifest
 from deepinfer_prep.naming import MANIFEST_NAME, MARKER, WORKSPACE_NAME
+from deepinfer_prep.quantized import grid_shape, matrix_shape
 from deepinfer_prep.runtime.dtypes import TORCH_DTYPES, torch_shape
 from deepinfer_prep.runtime.loading.byte_layout import FileLayout
 
@@ -47,6 +48,8 @@ class Contents:
 
     manifest: Manifest
     tensors: Mapping[str, StoredTensor]
+    grids: Mapping[str, tuple[int, ...]]
+    """The scales stored with axes of 1 beyond those of their grid: [rows, 1, columns, 1] -> [rows, columns]."""
 
 
 def read_contents(folder: Path) -> Contents:
@@ -64,7 +67,7 @@ def read_contents(folder: Path) -> Contents:
         header = _read_header(folder, name, manifest)
         tensors.update((info.name, _stored(folder, name, header, info)) for info in header.tensors)
     _check_names(folder, manifest, tensors)
-    return Contents(manifest, tensors)
+    return Contents(manifest, tensors, dict(_grids(manifest, tensors)))
 
 
 def _refuse_unfinished(folder: Path) -> None:
@@ -108,6 +111,15 @@ def _check_names(folder: Path, manifest: Manifest, tensors: Mapping[str, StoredT
             f"{folder / MANIFEST_NAME} names {len(absent):,} tensors that no file holds, {absent[0]!r} among them. "
             f"{_VERIFY}"
         )
+
+
+def _grids(manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, weight in manifest.weights.items():
+        shape, stored = tensors[name].shape, tensors[weight.scale].shape
+        if weight.block is not None and len(stored) > len(shape) >= 2:
+            grid = (*shape[:-2], *grid_shape(*matrix_shape(shape, weight.element), weight.block))
+            if [size for size in stored if size > 1] == [size for size in grid if size > 1]:
+                yield weight.scale, grid
 
 
 def _named_tensors(manifest: Manifest) -> Iterator[str]:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from deepinfer_prep.runtime.attributes import ATTACHED, BLOCK128_SCALE, HI, KERNEL_SCALE, KERNEL_WEIGHT, LO, SCALE
-from deepinfer_prep.runtime.loading.assembly import Assembly, PlacedPart
-from deepinfer_prep.runtime.loading.checkpoint import Request
+from deepinfer_prep.runtime.held_tensors import keep_loaded_scale
+from deepinfer_prep.runtime.loading.assembly import Assembly, PlacedPart, row_axis
 from deepinfer_prep.runtime.loading.plan import LoadPlan, PlannedSlot
+from deepinfer_prep.runtime.loading.requests import Request
+from deepinfer_prep.runtime.loading.scale_form import AS_STORED, ScaleForm
 from deepinfer_prep.runtime.loading.slices import Slice
 from deepinfer_prep.runtime.loading.tensor_file import new_host_tensor
 
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _Pending = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """Gives a tensor, from the results of the requests."""
+
+_E8M0_ONE = 127
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +35,7 @@ class _PendingSlot:
 class Filling:
     """The requests of a plan; reading them fills what has memory, `install` puts the rest in place.
 
-    A tensor that many weights share is read once.
+    A scale that many weights share is read once.
 
     Args:
         device: of what replaces tensors on the meta device; requests without `out` are to be read there.
@@ -42,18 +46,23 @@ class Filling:
         self.nbytes = 0
         """Bytes that the requests fill."""
         self._device = device
+        self._values: set[tuple[str, Slice]] = set()
         self._shared: dict[tuple[str, Slice, torch.device], _Pending] = {}
+        self._formed: dict[tuple[int, ScaleForm], torch.Tensor] = {}
         self._slots = [self._pending_slot(planned) for planned in plan.slots]
 
     def install(self, results: Sequence[torch.Tensor]) -> None:
         """Replace what is on the meta device and attach what belongs to each tensor, once all is read."""
         for pending in self._slots:
-            slot = pending.planned.slot
+            slot, data = pending.planned.slot, pending.value(results)
+            if pending.planned.is_cast:
+                data = data.to(slot.tensor.dtype)
             if slot.is_meta:
-                data = pending.value(results)
                 slot.install(data if data.dtype == slot.tensor.dtype else data.view(slot.tensor.dtype))
+            elif pending.planned.is_cast:
+                slot.tensor.detach().copy_(data)
         for pending in self._slots:
-            _attach(pending.planned, {name: one(results) for name, one in pending.attributes.items()})
+            self._attach(pending.planned, {name: one(results) for name, one in pending.attributes.items()})
 
     def _pending_slot(self, planned: PlannedSlot) -> _PendingSlot:
         slot, attachments = planned.slot, planned.attachments
@@ -64,10 +73,20 @@ class Filling:
         if attachments.kernel_scale is not None:
             attributes[KERNEL_SCALE] = self._attachment(attachments.kernel_scale, device)
         if attachments.hi_lo is not None:
-            for name, half in zip((HI, LO), attachments.hi_lo, strict=True):
-                attributes[name] = self._attachment(half, device)
-        value = self._request(planned.value, None if slot.is_meta else slot.tensor.detach(), device)
+            for name, part in zip((HI, LO), attachments.hi_lo, strict=True):
+                attributes[name] = self._attachment(part, device)
+        is_filled_in_place = not slot.is_meta and not planned.is_cast
+        value = self._value(planned.value, slot.tensor.detach() if is_filled_in_place else None, device)
         return _PendingSlot(planned, value, attributes)
+
+    def _value(self, assembly: Assembly, out: torch.Tensor | None, device: torch.device) -> _Pending:
+        if out is None and assembly.is_single:
+            key = assembly.places[0].piece.name, assembly.places[0].piece.part
+            # A tensor that goes to two parameters gives each one memory of its own.
+            if key in self._values:
+                out = _new(assembly, device)
+            self._values.add(key)
+        return self._request(assembly, out, device)
 
     def _attachment(self, assembly: Assembly, device: torch.device) -> _Pending:
         if not assembly.is_single:
@@ -83,11 +102,48 @@ class Filling:
         if out is None and assembly.is_single and device == self._device:
             piece, number = assembly.places[0].piece, len(self.requests)
             self.requests.append(Request(piece.name, piece.part))
-            return lambda results: results[number]
+            # The tensor itself, not a view of it, so that what is shared can be recognised.
+            return lambda results: results[number] if piece.stored_shape is None else results[number].view(piece.shape)
         whole = _new(assembly, device) if out is None else out
+        _pad(whole, assembly)
         for place in assembly.places:
             self.requests.append(Request(place.piece.name, place.piece.part, _room(whole, place)))
         return lambda results: whole
+
+    def _attach(self, planned: PlannedSlot, attributes: dict[str, torch.Tensor]) -> None:
+        slot, attachments = planned.slot, planned.attachments
+        if attachments.scale_slot is not None:
+            attributes[SCALE] = attachments.scale_slot.tensor
+        if attachments.scale_is_kernel_scale:
+            attributes[KERNEL_SCALE] = attributes[SCALE].detach()
+        if KERNEL_SCALE in attributes:
+            attributes[KERNEL_SCALE] = attributes[KERNEL_SCALE].view(torch.uint8)
+        if attachments.block128 is not None:
+            attributes[BLOCK128_SCALE] = attachments.block128.apply(attributes[SCALE], planned.value.shape[:-2])
+        if attachments.scale_slot is None and SCALE in attributes:
+            attributes[SCALE] = self._in_form(attributes[SCALE], attachments.form)
+        if KERNEL_SCALE in attributes or BLOCK128_SCALE in attributes:
+            if slot.tensor.is_contiguous():
+                attributes[KERNEL_WEIGHT] = slot.tensor.detach().view(torch.uint8)
+            else:
+                log.warning("%s: no kernel takes it, because it is not row-major in memory", slot.name)
+        for tensor, owners in zip(slot.tensors, slot.owners, strict=True):
+            for name in ATTACHED:
+                tensor.__dict__.pop(name, None)
+            for name, attribute in attributes.items():
+                setattr(tensor, name, attribute)
+            own_scale = None if attachments.scale_slot is not None else attributes.get(SCALE)
+            for owner in owners:
+                keep_loaded_scale(owner.module, owner.attribute, own_scale)
+
+    def _in_form(self, scale: torch.Tensor, form: ScaleForm) -> torch.Tensor:
+        """The scale in the form asked for; weights that share one share the other as well."""
+        if form == AS_STORED:
+            return scale
+        key = id(scale), form
+        if key not in self._formed:
+            self._formed[key] = form.apply(scale)
+        return self._formed[key]
 
 
 def _new(assembly: Assembly, device: torch.device) -> torch.Tensor:
@@ -96,26 +152,20 @@ def _new(assembly: Assembly, device: torch.device) -> torch.Tensor:
     return torch.empty(assembly.shape, dtype=assembly.dtype, device=device)
 
 
+def _pad(whole: torch.Tensor, assembly: Assembly) -> None:
+    if assembly.padding is None:
+        return
+    axis = row_axis(assembly.shape)
+    rows = whole.narrow(axis, assembly.padding.start, assembly.shape[axis] - assembly.padding.start)
+    if not assembly.padding.is_scale:
+        (rows.view(torch.uint8) if rows.element_size() == 1 else rows).zero_()
+    elif rows.element_size() == 1:
+        rows.view(torch.uint8).fill_(_E8M0_ONE)
+    else:
+        rows.fill_(1)
+
+
 def _room(whole: torch.Tensor, place: PlacedPart) -> torch.Tensor:
     room = whole[place.at] if place.at else whole
     stored_shape = place.piece.stored_shape
     return room if stored_shape is None else room.view(stored_shape)
-
-
-def _attach(planned: PlannedSlot, attributes: dict[str, torch.Tensor]) -> None:
-    tensor, attachments = planned.slot.tensor, planned.attachments
-    for name in ATTACHED:
-        tensor.__dict__.pop(name, None)
-    if attachments.scale_slot is not None:
-        attributes[SCALE] = attachments.scale_slot.tensor
-    if attachments.scale_is_kernel_scale:
-        attributes[KERNEL_SCALE] = attributes[SCALE].detach().view(torch.uint8)
-    if attachments.scale_is_block128:
-        attributes[BLOCK128_SCALE] = attributes[SCALE].detach().float()
-    if KERNEL_SCALE in attributes or BLOCK128_SCALE in attributes:
-        if tensor.is_contiguous():
-            attributes[KERNEL_WEIGHT] = tensor.detach().view(torch.uint8)
-        else:
-            log.warning("%s: no kernel takes it, because it is not row-major in memory", planned.slot.name)
-    for name, attribute in attributes.items():
-        setattr(tensor, name, attribute)

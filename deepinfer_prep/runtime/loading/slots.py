@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,14 +11,31 @@ from torch import nn
 from deepinfer_prep.runtime.held_tensors import places
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Owner:
+    """A module that holds a tensor of a slot, and under which attribute."""
+
+    module: nn.Module
+    attribute: str
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One tensor of a model, under all of its names."""
+    """One piece of a model's memory (or one that is still on the meta device), under all of its names.
 
-    tensor: torch.Tensor
+    Parameters that are one object, and parameters that are several objects over the same memory, are one slot.
+    """
+
+    tensors: list[torch.Tensor]
+    """The distinct objects."""
     names: list[str]
-    owners: list[tuple[nn.Module, str]]
-    """Every module that holds it, and under which attribute."""
+    owners: list[list[Owner]]
+    """For each of `tensors`, everything that holds it."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The first of its tensors: all have its shape, dtype and bytes."""
+        return self.tensors[0]
 
     @property
     def name(self) -> str:
@@ -30,22 +47,18 @@ class Slot:
         """Whether it has no memory yet."""
         return self.tensor.is_meta
 
-    def install(self, data: torch.Tensor) -> torch.Tensor:
-        """Put a tensor with memory in the place of one on the meta device, wherever that is held.
+    def install(self, data: torch.Tensor) -> None:
+        """Put a tensor with memory in the place of those on the meta device, wherever they are held.
 
         Class, attributes and `requires_grad` of a parameter are kept.
         """
-        new = data
-        if isinstance(self.tensor, nn.Parameter):
-            new = nn.Parameter(data, requires_grad=self.tensor.requires_grad)
-            if type(self.tensor) is not nn.Parameter:
-                new.__class__ = type(self.tensor)
-            new.__dict__.update(self.tensor.__dict__)
-        for module, attribute in self.owners:
-            held = module._parameters if attribute in module._parameters else module._buffers
-            held[attribute] = new  # type: ignore[assignment]
-        self.tensor = new
-        return new
+        for number, owners in enumerate(self.owners):
+            new = _with_data(self.tensors[number], data)
+            for owner in owners:
+                parameters = owner.module._parameters
+                held = parameters if owner.attribute in parameters else owner.module._buffers
+                held[owner.attribute] = new  # type: ignore[assignment]
+            self.tensors[number] = new
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,18 +78,43 @@ class Slots:
 
 def slots_of(model: nn.Module) -> Slots:
     """The places of a model."""
-    by_identity: dict[int, Slot] = {}
+    by_memory: dict[Hashable, Slot] = {}
     by_name: dict[str, Slot] = {}
     computed: dict[int, tuple[str, torch.Tensor]] = {}
     for place in places(model):
         if not place.loaded:
             computed.setdefault(id(place.tensor), (place.name, place.tensor))
             continue
-        slot = by_identity.get(id(place.tensor))
-        if slot is None:
-            slot = by_identity[id(place.tensor)] = Slot(place.tensor, [], [])
+        slot = by_memory.setdefault(_memory(place.tensor), Slot([], [], []))
+        _enter(slot, place.tensor, Owner(place.module, place.attribute))
         slot.names.append(place.name)
-        if not any(owner is place.module and known == place.attribute for owner, known in slot.owners):
-            slot.owners.append((place.module, place.attribute))
         by_name[place.name] = slot
     return Slots(by_name, dict(computed.values()))
+
+
+def _memory(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are the same elements of the same storage."""
+    if tensor.numel() == 0 or tensor.layout != torch.strided:
+        return id(tensor)
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _enter(slot: Slot, tensor: torch.Tensor, owner: Owner) -> None:
+    number = next((number for number, known in enumerate(slot.tensors) if known is tensor), len(slot.tensors))
+    if number == len(slot.tensors):
+        slot.tensors.append(tensor)
+        slot.owners.append([])
+    if not any(known.module is owner.module and known.attribute == owner.attribute for known in slot.owners[number]):
+        slot.owners[number].append(owner)
+
+
+def _with_data(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """`data` as what `old` is: a parameter of its class with its attributes, or a plain tensor."""
+    if not isinstance(old, nn.Parameter):
+        return data
+    new = nn.Parameter(data, requires_grad=old.requires_grad)
+    if type(old) is not nn.Parameter:
+        new.__class__ = type(old)
+    new.__dict__.update(old.__dict__)
+    return new
