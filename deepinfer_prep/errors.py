@@ -27,7 +27,7 @@ class PrepError(Exception):
     code = "failed"
 
     def __init__(self, message: str, *, code: str = "") -> None:
-        super().__init__(message)
+        # Exception.__new__ has kept the message; torch.compile, which meets this, cannot trace a call of super().
         if code:
             self.code = code
 
@@ -66,7 +66,8 @@ class RefusedError(PrepError):
 
     def __init__(self, *reasons: str, code: str = "refused") -> None:
         self.reasons = tuple(Reason(reason, code) for reason in reasons)
-        super().__init__("\n".join(reasons), code=self.reasons[0].code)
+        self.args = ("\n".join(reasons),)
+        self.code = self.reasons[0].code
 
 
 class ConversionError(PrepError):

@@ -17,6 +17,12 @@ if importlib.util.find_spec("torch") is None:
         "'deepinfer-prep[runtime]'`; inspecting, converting and verifying do without it.",
         name="torch",
     )
+if importlib.util.find_spec("deepinfer_prep.kernels") is None:
+    raise ModuleNotFoundError(
+        "deepinfer_prep.kernels is not there: a clone of the repository keeps it elsewhere, so run `pip install -e .` "
+        "in the clone rather than putting it on the path.",
+        name="deepinfer_prep.kernels",
+    )
 
 if TYPE_CHECKING:
     from deepinfer_prep.runtime import fp8, gemm, mhc, neuron
