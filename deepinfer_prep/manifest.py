@@ -6,13 +6,16 @@ It is all that `verify` and the runtime need to know about names and formats.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
 from deepinfer_prep.errors import ManifestError
+from deepinfer_prep.files import segments
 from deepinfer_prep.files.storage import Place
-from deepinfer_prep.naming import MANIFEST_NAME
+from deepinfer_prep.files.untrusted import MANIFEST, JsonError, name_problem, parse_object, read_small_file, shorten
+from deepinfer_prep.naming import MANIFEST_NAME, SHARD_SUFFIX, SIDECAR_FOLDER
 from deepinfer_prep.quantized import Element
 
 FORMAT_VERSION = 2
@@ -66,11 +69,6 @@ class Counts:
         """The counts under the keys of the manifest."""
         return {"rounded": self.rounded, "nan": self.nan, "misread": self.above_240}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, int]) -> Counts:
-        """The counts that `to_json` wrote."""
-        return cls(data["rounded"], data["nan"], data["misread"])
-
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -109,13 +107,15 @@ def read_manifest(folder: Place) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     try:
-        text = path.read_bytes()
+        text = read_small_file(path, MANIFEST.nbytes)
     except FileNotFoundError:
         raise ManifestError(
             f"{folder} has no {MANIFEST_NAME}: it is not a finished output of deepinfer-prep. "
             "If a conversion was interrupted, run it again to resume it.",
             code="no-output",
         ) from None
+    except JsonError as error:
+        raise _damaged(path, str(error)) from None
     return parse_manifest(text, path)
 
 
@@ -126,44 +126,163 @@ def parse_manifest(text: bytes, path: Place) -> Manifest:
         ManifestError: it is damaged or of another format version.
     """
     try:
-        data = json.loads(text)
-        version = data["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ManifestError(f"{path} is damaged ({error!r}). Convert the checkpoint again.") from None
+        data = parse_object(text, MANIFEST)
+    except JsonError as error:
+        raise _damaged(path, str(error)) from None
+    version = data.get("format_version")
     if version == 1:
         raise ManifestError(
             f"{path} has format version 1: the output was written by deepinfer-prep 0.1.0, which put tensors of its "
             "own beside the shards, where several loaders stop at them. Convert the original checkpoint again."
         )
-    if version != FORMAT_VERSION:
+    if type(version) is int and version != FORMAT_VERSION:
         raise ManifestError(
             f"{path} has format version {version!r}, but this version of deepinfer-prep reads {FORMAT_VERSION}. "
             "Use the version that wrote it, or convert the checkpoint again."
         )
     try:
-        return _from_json(data)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ManifestError(f"{path} is damaged ({error!r}). Convert the checkpoint again.") from None
+        return _manifest(data)
+    except _FieldError as error:
+        raise _damaged(path, f"is not of the manifest's form: {error}") from None
 
 
-def _from_json(data: dict[str, Any]) -> Manifest:
+def _damaged(path: Place, problem: str) -> ManifestError:
+    return ManifestError(f"{path} is damaged: it {problem}. Convert the checkpoint again.")
+
+
+class _FieldError(ValueError):
+    """A field of a manifest is not of its type; the message says which and how."""
+
+
+_Value = TypeVar("_Value")
+
+
+def _expect(condition: bool, where: str, wanted: str, found: Any) -> None:
+    if not condition:
+        raise _FieldError(f"expected {wanted} at {where}, found {shorten(found)}")
+
+
+def _text(value: Any, where: str) -> str:
+    _expect(isinstance(value, str), where, "text", value)
+    return str(value)
+
+
+def _count(value: Any, where: str) -> int:
+    _expect(type(value) is int and 0 <= value < 2**63, where, "a whole number", value)
+    return int(value)
+
+
+def _texts(value: Any, where: str) -> tuple[str, ...]:
+    _expect(isinstance(value, list) and all(isinstance(item, str) for item in value), where, "a list of texts", value)
+    return tuple(value)
+
+
+def _map(value: Any, where: str, read: Callable[[Any, str], _Value]) -> dict[str, _Value]:
+    _expect(isinstance(value, dict), where, "an object", value)
+    result, key = {}, ""
+    try:
+        for key, item in value.items():
+            result[key] = read(item, where)
+    except _FieldError as error:
+        raise _FieldError(f"{error} ({shorten(key)})") from None
+    return result
+
+
+def _fields(value: Any, where: str, names: Collection[str]) -> dict[str, Any]:
+    _expect(isinstance(value, dict) and value.keys() == {*names}, where, f"the fields {', '.join(names)}", value)
+    fields: dict[str, Any] = value
+    return fields
+
+
+def _manifest(data: dict[str, Any]) -> Manifest:
+    _expect(data.keys() == {*_MANIFEST_FIELDS}, "the top", f"the fields {', '.join(_MANIFEST_FIELDS)}", list(data))
+    shards = _file_names(data["shards"], "shards", "")
+    sidecar = _file_names(data["sidecar"], "sidecar", SIDECAR_FOLDER + "/")
+    files = _map(data["files"], "files", _file)
+    for name in files:
+        problem = name_problem(name)
+        _expect(not problem and name != MANIFEST_NAME, "files", "names of files in the folder", name)
+    for name in (*shards, *sidecar):
+        _expect(name in files, "files", f"a record of {shorten(name)}", "none")
     return Manifest(
-        **{
-            **data,
-            "counts": Counts.from_json(data["counts"]),
-            "shards": tuple(data["shards"]),
-            "sidecar": tuple(data["sidecar"]),
-            "activation_scales": tuple(data["activation_scales"]),
-            "unscaled": tuple(data["unscaled"]),
-            "split": {name: SplitRecord(**record) for name, record in data["split"].items()},
-            "weights": {name: _weight(record) for name, record in data["weights"].items()},
-            "files": {
-                name: FileRecord(record["size"], tuple(record["digests"])) for name, record in data["files"].items()
-            },
-        }
+        format_version=_version(data["format_version"]),
+        tool_version=_text(data["tool_version"], "tool_version"),
+        family=_text(data["family"], "family"),
+        source_fingerprint=_text(data["source_fingerprint"], "source_fingerprint"),
+        options=_map(data["options"], "options", lambda value, where: value),
+        counts=_counts(data["counts"]),
+        nan_tensors=_map(data["nan_tensors"], "nan_tensors", _count),
+        shards=shards,
+        sidecar=sidecar,
+        activation_scales=_texts(data["activation_scales"], "activation_scales"),
+        unscaled=_texts(data["unscaled"], "unscaled"),
+        split=_map(data["split"], "split", _split),
+        weights=_map(data["weights"], "weights", _weight),
+        files=files,
     )
 
 
-def _weight(record: dict[str, Any]) -> WeightRecord:
-    block = record["block"]
-    return WeightRecord(**{**record, "block": None if block is None else (block[0], block[1])})
+def _version(value: Any) -> int:
+    _expect(type(value) is int and value == FORMAT_VERSION, "format_version", str(FORMAT_VERSION), value)
+    return FORMAT_VERSION
+
+
+def _file_names(value: Any, where: str, folder: str) -> tuple[str, ...]:
+    """Names of safetensors files right below one folder of the output."""
+    names = _texts(value, where)
+    for name in names:
+        is_plain = name.startswith(folder) and "/" not in name[len(folder) :] and not name_problem(name)
+        _expect(is_plain and name.endswith(SHARD_SUFFIX), where, f"names like {folder}*{SHARD_SUFFIX}", name)
+    _expect(len(set(names)) == len(names), where, "each name once", value)
+    return names
+
+
+def _counts(value: Any) -> Counts:
+    found = _fields(value, "counts", ("rounded", "nan", "misread"))
+    return Counts(*(_count(found[name], f"counts, {name}") for name in ("rounded", "nan", "misread")))
+
+
+def _split(value: Any, where: str) -> SplitRecord:
+    found = _fields(value, where, ("hi", "lo"))
+    return SplitRecord(_text(found["hi"], where), _text(found["lo"], where))
+
+
+def _file(value: Any, where: str) -> FileRecord:
+    found = _fields(value, where, ("size", "digests"))
+    size, digests = _count(found["size"], "files, size"), _texts(found["digests"], "files, digests")
+    count = len(range(0, max(size, 1), segments.SEGMENT_BYTES))
+    _expect(len(digests) == count, "files, digests", f"{count:,} digests for {size:,} bytes", digests)
+    _expect(all(map(_DIGEST.fullmatch, digests)), "files, digests", "digests of 32 hexadecimal digits", digests)
+    return FileRecord(size, digests)
+
+
+def _weight(value: Any, where: str) -> WeightRecord:
+    found = _fields(value, where, _WEIGHT_FIELDS)
+    element, block, kernel_scale = found["element"], found["block"], found["kernel_scale"]
+    _expect(element in ("e4m3", "e2m1"), "weights, element", "e4m3 or e2m1", element)
+    _expect(
+        block is None
+        or (
+            isinstance(block, list)
+            and len(block) == 2
+            and all(type(side) is int and 0 < side < 2**63 for side in block)
+        ),
+        "weights, block",
+        "two positive whole numbers or null",
+        block,
+    )
+    _expect(
+        kernel_scale is None or isinstance(kernel_scale, str), "weights, kernel_scale", "text or null", kernel_scale
+    )
+    return WeightRecord(
+        element=element,
+        block=None if block is None else (block[0], block[1]),
+        scale=_text(found["scale"], "weights, scale"),
+        kernel_scale=kernel_scale,
+        reason=_text(found["reason"], "weights, reason"),
+    )
+
+
+_MANIFEST_FIELDS = tuple(field.name for field in fields(Manifest))
+_WEIGHT_FIELDS = tuple(field.name for field in fields(WeightRecord))
+_DIGEST = re.compile("[0-9a-f]{32}")

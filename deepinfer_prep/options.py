@@ -52,4 +52,13 @@ class Options:
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
         }
+        for name in ("maps", "split"):
+            if name in values and not _is_texts(values[name]):
+                raise TypeError(f"{name} is no list of texts")
+        if not isinstance(values.get("strict", False), bool):
+            raise TypeError("strict is neither true nor false")
         return cls(**values)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, str) for item in value)

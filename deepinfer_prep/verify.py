@@ -11,9 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from deepinfer_prep.checking.findings import Difference, Findings
-from deepinfer_prep.checking.records import compare_with_source
+from deepinfer_prep.checking.records import compare_counts, compare_with_source
 from deepinfer_prep.checking.scales import check_scales
 from deepinfer_prep.checking.segments import SegmentCheck, SegmentFindings, check_segment
 from deepinfer_prep.checking.sidecar import check_sidecar
@@ -27,6 +28,7 @@ from deepinfer_prep.naming import MANIFEST_NAME
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import OutputFile, Plan, plan_conversion
 from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, default_workers, run_parallel
+from deepinfer_prep.writing.output_bytes import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,9 @@ class VerificationResult:
     bytes_read: int
     """Bytes of the output whose digests were computed."""
     nan_codes: int
+    """NaN codes in the output's fp8 weights."""
+    options: Mapping[str, Any]
+    """What the output says of the options that it was made with, but for defaults; only its own manifest says so."""
     differences: int
     first: tuple[Difference, ...]
     seconds: float
@@ -76,7 +81,9 @@ def verify_checkpoint(
     opened, structural = check_output(output, manifest)
     for difference in structural:
         findings.add(difference)
-    plan = _plan_again(source, manifest) if source is not None else None
+    plan = None
+    if source is not None:
+        plan = plan_conversion(open_checkpoint(source), _options(manifest), manifest.tool_version)
     nan_codes = _check_segments(opened, manifest, plan, findings, workers, chunk_size, progress)
     for difference in check_scales(opened, manifest):
         findings.add(difference)
@@ -95,23 +102,27 @@ def verify_checkpoint(
         sidecar_tensors=len(opened.in_sidecar),
         bytes_read=sum(record.size for record in manifest.files.values()),
         nan_codes=nan_codes,
+        options=_chosen(manifest),
         differences=findings.count,
         first=tuple(findings.first),
         seconds=time.monotonic() - started,
     )
 
 
-def _plan_again(source: Place, manifest: Manifest) -> Plan:
-    """The plan of the conversion that the manifest describes."""
+def _options(manifest: Manifest) -> Options:
     try:
-        options = Options.from_json(manifest.options)
+        return Options.from_json(manifest.options)
     except (TypeError, ValueError) as error:
         raise PrepError(
             f"the manifest's options are not those of this version ({error}). Verify with the version "
             f"that wrote the output, {manifest.tool_version}.",
             code="other-version",
         ) from None
-    return plan_conversion(open_checkpoint(source), options, manifest.tool_version)
+
+
+def _chosen(manifest: Manifest) -> dict[str, Any]:
+    default = Options().to_json()
+    return {name: value for name, value in manifest.options.items() if value != default.get(name)}
 
 
 def _check_segments(
@@ -126,15 +137,20 @@ def _check_segments(
     checks = list(_segment_checks(opened, manifest, plan))
     meter = Meter(progress, "verify", sum(check.nbytes for check in checks))
     nan_codes: Counter[str] = Counter()
+    total = Tally()
     for found in run_parallel(checks, check_segment, workers, chunk_size):
         meter.add(found.nbytes)
         nan_codes.update(found.nan_codes)
+        total.add(found.source)
         _add_segment(findings, found)
     for name in sorted({*nan_codes, *manifest.nan_tensors}):
         expected = manifest.nan_tensors.get(name, 0)
         if nan_codes[name] != expected:
             problem = f"expected {expected:,} NaN codes, found {nan_codes[name]:,}"
             findings.add(Difference(MANIFEST_NAME, problem, name))
+    if plan is not None:
+        for difference in compare_counts(manifest, total):
+            findings.add(difference)
     return nan_codes.total()
 
 

@@ -18,7 +18,7 @@ from deepinfer_prep.files.container import TensorInfo, tensor_position
 from deepinfer_prep.files.storage import Place, Reader, open_reader
 from deepinfer_prep.planning.plan import OutputFile
 from deepinfer_prep.quantized import DTYPES
-from deepinfer_prep.writing.output_bytes import output_chunks
+from deepinfer_prep.writing.output_bytes import Tally, output_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,9 @@ class SegmentFindings:
     nbytes: int
     differences: list[tuple[Difference, int]] = field(default_factory=list)
     nan_codes: dict[str, int] = field(default_factory=dict)
+    """In the output."""
+    source: Tally = field(default_factory=Tally)
+    """What halving meets in the source's codes of this segment."""
 
 
 def check_segment(check: SegmentCheck, buffer: fp8.U8) -> SegmentFindings:
@@ -79,7 +82,9 @@ def _pairs(
     if check.expected is not None:
         try:
             with closing(open_reader(check.expected.source)) as source:
-                for offset, expected in output_chunks(check.expected, source, check.start, check.end, scratch, None):
+                for offset, expected in output_chunks(
+                    check.expected, source, check.start, check.end, scratch, findings.source
+                ):
                     yield offset, _read(output, offset, actual[: expected.size]), expected
                     position = offset + expected.size
         except ConversionError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -86,7 +87,10 @@ def verification_text(result: VerificationResult) -> str:
         f"source         {result.source or 'not given: digests, codes, scales and sidecar were checked'}",
     ]
     if result.nan_codes:
-        lines.append(f"NaN codes      {result.nan_codes:,}, as in the source")
+        lines.append(
+            f"NaN codes      {result.nan_codes:,}{', as in the source' if result.source and result.ok else ''}"
+        )
+    lines += [f"option         {name}: {json.dumps(value)} (says the output)" for name, value in result.options.items()]
     if result.ok:
         return "\n".join([*lines, "verified: no difference"])
     lines += [f"DIFFERS: {result.differences:,} differences", *map(str, result.first[:_MOST_DIFFERENCES])]

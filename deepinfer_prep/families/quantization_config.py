@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from deepinfer_prep.errors import CheckpointError
-from deepinfer_prep.files.checkpoint import Checkpoint
+from deepinfer_prep.files.checkpoint import Checkpoint, read_json
+from deepinfer_prep.files.untrusted import CONFIG
 
 Block = tuple[int, int]
 
@@ -38,16 +37,10 @@ def states_exponents(quantization: Mapping[str, Any]) -> bool:
 
 
 def side_file(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:
-    """Another JSON file of the checkpoint; empty where it is absent or no JSON object.
+    """Another JSON file of the checkpoint; empty where it is absent.
 
     Raises:
-        CheckpointError: it is not valid JSON.
+        CheckpointError: it is not a JSON object.
     """
     other = next((other for other in checkpoint.others if other.name == name), None)
-    if other is None:
-        return {}
-    try:
-        value = json.loads(other.path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{other.path} is not valid JSON ({error}). Fetch it again.") from None
-    return value if isinstance(value, dict) else {}
+    return read_json(other.path, CONFIG) if other is not None else {}

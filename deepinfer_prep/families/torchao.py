@@ -7,7 +7,6 @@ the output, so that torchao puts the same objects together.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from deepinfer_prep.families.protocol import Layout, Unpaired, fp8_names
 from deepinfer_prep.families.quantization_config import as_block
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.files.untrusted import CONFIG, JsonError, parse_object
 from deepinfer_prep.quantized import QuantizedWeight
 
 _NAME = "torchao"
@@ -57,8 +57,8 @@ def _descriptions(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
 
 def _parse(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_object(text.encode(), CONFIG)
+    except JsonError:
         return None
 
 

@@ -5,7 +5,6 @@ Only headers and small JSON files are read. A checkpoint that contradicts itself
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from deepinfer_prep.files.completeness import check_complete, explain_no_shards,
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
 from deepinfer_prep.files.source_files import OtherFile, check_is_text, exists, find_others
 from deepinfer_prep.files.storage import FileState, Place
+from deepinfer_prep.files.untrusted import CONFIG, INDEX, JsonError, Limits, name_problem, read_object, shorten
 from deepinfer_prep.naming import INDEX_SUFFIX, PREFERRED_INDEX, SHARD_SUFFIX, WORKSPACE_NAME
 from deepinfer_prep.quantized import FLOAT_DTYPES
 
@@ -196,16 +196,16 @@ def read_index(path: Place) -> Mapping[str, str]:
     Raises:
         CheckpointError: there is no weight map, or it names something outside the folder.
     """
-    index = _read_json(path)
+    index = read_json(path, INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(
             f"{path} has no `weight_map` from tensor names to file names. Fetch it again.", code="bad-index"
         )
     for name in sorted(set(weight_map.values())):
-        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        if "/" in name or name_problem(name):
             raise CheckpointError(
-                f"{path} names the file {name!r}, but an index may name only plain files in its own folder.",
+                f"{path} names the file {shorten(name)}, but an index may name only plain files in its own folder.",
                 code="name-outside",
             )
     return weight_map
@@ -262,27 +262,29 @@ def _first(names: list[str], shard_of: Mapping[str, str]) -> str:
 
 
 def _check_total_size(path: Place, shards: list[Shard]) -> list[str]:
-    metadata = _read_json(path).get("metadata")
+    metadata = read_json(path, INDEX).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = sum(shard.header.data_size for shard in shards)
     if stated in (None, 0, "0", actual, str(actual)):
         return []
     return [
-        f"{path} states a total_size of {stated} but the tensors take {actual:,} bytes; "
+        f"{path} states a total_size of {shorten(stated)} but the tensors take {actual:,} bytes; "
         "loaders do not depend on it, and the index is copied as it is."
     ]
 
 
 def _read_config(folder: Place) -> Mapping[str, Any]:
     path = folder / "config.json"
-    return _read_json(path) if path.exists() else {}
+    return read_json(path, CONFIG) if path.exists() else {}
 
 
-def _read_json(path: Place) -> dict[str, Any]:
+def read_json(path: Place, limits: Limits) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint.
+
+    Raises:
+        CheckpointError: it is no regular file, too large, or not a JSON object.
+    """
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}). Fetch it again.") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object. Fetch it again.")
-    return value
+        return read_object(path, limits)
+    except JsonError as error:
+        raise CheckpointError(f"{path} {error}. Fetch it again.", code="bad-json") from None

@@ -22,6 +22,7 @@ import xxhash
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ContainerError
 from deepinfer_prep.files.storage import Place, Reader, Readers, open_reader
+from deepinfer_prep.files.untrusted import shorten, unique_keys
 from deepinfer_prep.quantized import DTYPES
 
 MAX_HEADER_BYTES = 100_000_000
@@ -197,7 +198,7 @@ def _parse_json(text: bytes | bytearray, path: str) -> dict[str, Any]:
     # A hook for each number takes a third of the time, and what it is for seldom occurs but as part of a name.
     parse_int = _parse_number if _ODD_NUMBER.search(text) else None
     try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_int=parse_int)
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys, parse_int=parse_int)
     except (ValueError, RecursionError) as error:
         raise ContainerError(
             f"{path} has a header that is not valid JSON text ({error}). It is damaged or not a safetensors file."
@@ -205,15 +206,6 @@ def _parse_json(text: bytes | bytearray, path: str) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise ContainerError(f"{path} has a header that is not a JSON object. It is damaged or not a safetensors file.")
     return entries
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {_short(twice)} occurs twice, and which one is meant cannot be known")
-    return result
 
 
 def _parse_number(text: str) -> int | float:
@@ -241,29 +233,29 @@ def _is_text(value: str) -> bool:
 
 def _parse_tensor(name: str, entry: Any, path: str) -> TensorInfo:
     if not _is_text(name):
-        raise ContainerError(f"{path}: the tensor name {_short(name)} holds half a surrogate pair, which is no text.")
+        raise ContainerError(f"{path}: the tensor name {shorten(name)} holds half a surrogate pair, which is no text.")
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise ContainerError(
             f"{path}: tensor {name!r} needs `dtype`, `shape` and `data_offsets` and nothing else; "
-            f"found {_short(entry)}."
+            f"found {shorten(entry)}."
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     known = DTYPES.get(dtype) if isinstance(dtype, str) else None
     if known is None:
         raise ContainerError(
-            f"{path}: tensor {name!r} has the unknown dtype {_short(dtype)}; known are {', '.join(DTYPES)}."
+            f"{path}: tensor {name!r} has the unknown dtype {shorten(dtype)}; known are {', '.join(DTYPES)}."
         )
     if not isinstance(shape, list) or not isinstance(offsets, list) or not _are_sizes(shape, offsets):
         raise ContainerError(
             f"{path}: tensor {name!r} has a shape or offsets that are not whole numbers from 0 to 2^64 - 1: "
-            f"shape {_short(shape)}, offsets {_short(offsets)}."
+            f"shape {shorten(shape)}, offsets {shorten(offsets)}."
         )
     start, end = offsets
     size_bits = _checked_bits(shape, known.bits)
     if size_bits is None or size_bits % 8 or size_bits // 8 != end - start:
         takes = "more than 2^64 bits" if size_bits is None else f"{size_bits / 8:,.10g} bytes"
         raise ContainerError(
-            f"{path}: tensor {name!r} of dtype {dtype} and shape {_short(shape)} takes {takes}, but its offsets "
+            f"{path}: tensor {name!r} of dtype {dtype} and shape {shorten(shape)} takes {takes}, but its offsets "
             f"{start:,} to {end:,} give it {end - start:,} bytes."
         )
     return TensorInfo(name, dtype, tuple(shape), start, end)
@@ -304,8 +296,3 @@ def _check_tiling(tensors: list[TensorInfo], data_size: int, data_start: int, pa
             "The download or copy is not complete, or another program wrote to the file. Fetch it again.",
             code="wrong-file-size",
         )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
