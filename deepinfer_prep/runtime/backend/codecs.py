@@ -128,13 +128,17 @@ def scaled_mm(
 ) -> Tensor:
     """torch._scaled_mm on decoded operands, in the order of torch's own CPU fallback.
 
-    mat1: float32 [m, k]. mat2: float32 [k, n]. scale1, scale2: one element each. bias: [n] or None.
-    Returns `dtype` [m, n]; products are summed in float32.
+    mat1: float32 [m, k]. mat2: float32 [k, n]. scale1, scale2: one element each, or [m, 1] and [1, n].
+    bias: [n] or None. Returns `dtype` [m, n]; products are summed in float32.
     """
-    product = torch.matmul(mat1 * scale1.reshape(()), mat2 * scale2.reshape(()))
+    product = torch.matmul(mat1 * _factor(scale1), mat2 * _factor(scale2))
     if bias is not None:
         product = product + bias
     return product.to(dtype)
+
+
+def _factor(scale: Tensor) -> Tensor:
+    return scale.reshape(()) if scale.numel() == 1 else scale
 
 
 def _biased_exponent(magnitude: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ from deepinfer_prep.runtime.backend.leftover_check import check
 from deepinfer_prep.runtime.backend.legalize import legalize, modules_with_fp8
 from deepinfer_prep.runtime.backend.node_values import leaves, logical_value
 from deepinfer_prep.runtime.backend.scope import Scope
+from deepinfer_prep.runtime.backend.static_shapes import has_symbolic_sizes, make_static
 from deepinfer_prep.runtime.backend.storage.aliasing import refuse_overlapping_writes
+from deepinfer_prep.runtime.backend.storage.layout_graph import copy_graph
 from deepinfer_prep.runtime.backend.storage.outputs import plan_outputs, restore_outputs, separate_outputs
 from deepinfer_prep.runtime.backend.storage.variants import Variants
 from deepinfer_prep.runtime.backend.subgraphs import graph_modules
@@ -33,7 +35,12 @@ def compile_graph(
     with_fp8 = modules_with_fp8(module)
     if not with_fp8:
         return compile_downstream(settings, module, list(example_inputs))
-    return _compile_bytes(settings, module, list(example_inputs), with_fp8)
+    if not has_symbolic_sizes(module):
+        return _compile_bytes(settings, module, list(example_inputs), with_fp8)
+    static = copy_graph(module)  # torch reads the inputs of its own graph once more after this call
+    kept = make_static(static, example_inputs)
+    run = _compile_bytes(settings, static, [example_inputs[position] for position in kept], modules_with_fp8(static))
+    return lambda *args: run(*(args[position] for position in kept))
 
 
 def _compile_bytes(

@@ -13,10 +13,10 @@ from deepinfer_prep.runtime.backend.node_values import logical_value, refuse
 
 
 def require_supported_inputs(module: GraphModule) -> None:
-    """Refuse inputs that are dynamic, and fp8 values in tensors of other kinds."""
+    """Refuse fp8 values in tensors that are not plain ones."""
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            _require_static_plain(node)
+            _require_plain(node)
 
 
 def moved_storages(module: GraphModule) -> frozenset[int]:
@@ -33,17 +33,8 @@ def moved_storages(module: GraphModule) -> frozenset[int]:
     return frozenset(moved)
 
 
-def _require_static_plain(node: Node) -> None:
+def _require_plain(node: Node) -> None:
     value = logical_value(node)
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) or (
-        isinstance(value, FakeTensor) and value._has_symbolic_sizes_strides
-    ):
-        raise refuse(
-            node,
-            "its size or value is dynamic, and Trainium graphs have static shapes. Pass dynamic=False to "
-            "torch.compile (every shape gets a graph of its own), or mark the dimension with "
-            "torch._dynamo.mark_static; pass numbers that change, such as positions, as tensors",
-        )
     if isinstance(value, Tensor) and _hides_fp8(value):
         raise refuse(
             node,

@@ -22,7 +22,9 @@ class Kind(enum.Enum):
     BITCAST = "bitcast"  # bytes are read as another type
     REDUCE = "reduce"  # decode, then the same operation in the type that the call asks for
     COMPARE = "compare"  # decode both sides, then compare: -0 equals 0, NaN nothing
-    MATMUL = "matmul"  # decode, scale, multiply
+    MATMUL = "matmul"  # decode, multiply, encode
+    SCALED = "scaled"  # decode, scale, multiply
+    ASSERT = "assert"  # a statement about a tensor, checked while compiling; nothing is left of it
     REFUSE = "refuse"  # known, and not possible
 
 
@@ -166,7 +168,9 @@ _VALUES = (
         "eq.Tensor eq.Scalar ne.Tensor ne.Scalar isnan.default any.default any.dim any.dims all.default "
         "all.dim all.dims",
     ),
-    _rows(Row(Kind.MATMUL), "_scaled_mm.default"),
+    _rows(Row(Kind.SCALED), "_scaled_mm.default _scaled_mm_v2.default"),
+    _rows(Row(Kind.MATMUL), "mm.default"),
+    _rows(Row(Kind.ASSERT), "_assert_tensor_metadata.default"),
 )
 
 _REFUSALS = (
@@ -186,12 +190,12 @@ _REFUSALS = (
         Row(Kind.REFUSE, reason=_ARITHMETIC),
         "abs.default abs_.default neg.default neg_.default sign.default sgn.default add.Tensor add.Scalar "
         "add_.Tensor add_.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor mul.Tensor mul.Scalar "
-        "mul_.Tensor mul_.Scalar div.Tensor div.Scalar mm.default bmm.default addmm.default dot.default "
+        "mul_.Tensor mul_.Scalar div.Tensor div.Scalar bmm.default addmm.default dot.default "
         "mv.default amax.default amin.default max.default max.dim min.default min.dim maximum.default "
         "minimum.default clamp.default clamp.Tensor clamp_min.default clamp_max.default scatter_add.default "
         "scatter_add_.default scatter_reduce.two index_add.default index_add_.default "
         "lerp.Scalar lerp.Tensor nan_to_num.default pow.Tensor_Scalar exp.default relu.default "
-        "sigmoid.default _softmax.default _scaled_mm_v2.default _scaled_grouped_mm.default "
+        "sigmoid.default _softmax.default _scaled_grouped_mm.default "
         "_scaled_grouped_mm_v2.default equal.default _local_scalar_dense.default",
     ),
     _rows(

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepinfer_prep.runtime.backend.calls import Call, bind_arguments, unknown_reason
 from deepinfer_prep.runtime.backend.declarations import declaration_of
 from deepinfer_prep.runtime.backend.emitter import Emitter
-from deepinfer_prep.runtime.backend.handlers.arithmetic import compare, matmul, reduce
+from deepinfer_prep.runtime.backend.handlers.arithmetic import assert_metadata, compare, matmul, reduce, scaled_matmul
 from deepinfer_prep.runtime.backend.handlers.conversions import convert
 from deepinfer_prep.runtime.backend.handlers.custom_operations import call_declared
 from deepinfer_prep.runtime.backend.handlers.moves import bitcast, move, round_stored_number, same, split
@@ -44,6 +44,8 @@ HANDLERS: Mapping[Kind, Callable[[Emitter, Call], Any]] = {
     Kind.REDUCE: reduce,
     Kind.COMPARE: compare,
     Kind.MATMUL: matmul,
+    Kind.SCALED: scaled_matmul,
+    Kind.ASSERT: assert_metadata,
 }
 """Which handler writes which kind of operation on bytes.
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils import _pytree as pytree
 
 from deepinfer_prep.runtime.backend import declare_fp8
@@ -191,11 +190,11 @@ class TestConversions:
         assert run_compiled(lambda x: x.bool(), (torch.tensor([-0.0, 0.0]).to(F8),)).tolist() == [False, False]
 
 
-def test_way_5_view_with_a_keyword() -> None:
+def test_view_with_a_keyword() -> None:
     check(lambda x: (x.view(dtype=F8).float(), x.view(dtype=F8)), lambda: (torch.arange(128, dtype=torch.uint8),))
 
 
-def test_way_6_fill_values() -> None:
+def test_fill_values() -> None:
     def program(x: Tensor, mask: Tensor) -> Any:
         chosen = torch.where(mask, x, 1.5), torch.where(mask, 2.0, x)
         padded = torch.nn.functional.pad(x, (1, 1), value=2.0)
@@ -206,13 +205,13 @@ def test_way_6_fill_values() -> None:
     check(program, lambda: (fp8(4, 8), values(4, 8) > 0))
 
 
-def test_way_7_comparisons() -> None:
+def test_comparisons() -> None:
     def program(x: Tensor, y: Tensor) -> Any:
         return torch.isnan(x), x != x, x == 0, x == y, x == 1.0, y == x[:1]
 
     check(program, lambda: (all_codes(), all_codes()[torch.arange(255, -1, -1)]))
     assert "arithmetic" in str(refusal(lambda x: x.abs(), fp8(4)))
-    assert "arithmetic" in str(refusal(lambda x: x @ x, fp8(4, 4)))
+    assert "arithmetic" in str(refusal(lambda x: x * x, fp8(4, 4)))
 
 
 @pytest.fixture
@@ -230,7 +229,7 @@ def quantize() -> Any:
     library._destroy()
 
 
-def test_way_8_a_custom_operation_that_returns_fp8(quantize: Any) -> None:
+def test_a_custom_operation_that_returns_fp8(quantize: Any) -> None:
     def program(x: Tensor) -> Tensor:
         return quantize.quantize(x).float() + 1
 
@@ -268,29 +267,6 @@ class TestConversionsThatAlsoMove:
 
 
 class TestDynamicShapes:
-    def test_asked_for(self) -> None:
-        error = refusal(lambda x: x.float(), fp8(4, 8), dynamic=True)
-        assert "dynamic=False" in str(error)
-        assert "L['x'].size()[0]" in error.operation
-
-    def test_a_second_size(self) -> None:
-        compiled = torch.compile(lambda x: x.float(), backend="deepinfer_neuron")
-        compiled(fp8(4, 8))
-        with pytest.raises(BackendCompilerFailed, match=r"torch\._dynamo\.mark_static"):
-            compiled(fp8(5, 8))
-
-    def test_a_number_that_changes(self) -> None:
-        compiled = torch.compile(lambda x, n: x.float() * n, backend="deepinfer_neuron")
-        compiled(fp8(4, 8), 2)
-        with pytest.raises(BackendCompilerFailed, match="pass numbers that change, such as positions, as tensors"):
-            compiled(fp8(4, 8), 3)
-
-    def test_every_size_gets_a_graph_where_they_are_static(self, compiled: list[Compiled]) -> None:
-        program = torch.compile(lambda x: x.float(), backend="deepinfer_neuron", dynamic=False)
-        for rows in (2, 3, 4):
-            assert_same(fp8(rows, 8).float(), program(fp8(rows, 8)))
-        assert len(compiled) == 3
-
     def test_sizes_known_only_at_run_time(self) -> None:
         def program(x: Tensor, n: Tensor) -> Tensor:
             return x[: n.item()].float()
@@ -306,7 +282,7 @@ class TestDynamicShapes:
         assert "known only at run time" in str(error)
 
 
-def test_way_11_fp8_written_into_floats() -> None:
+def test_fp8_written_into_floats() -> None:
     def program(x: Tensor, z: Tensor) -> Any:
         y = x.float()
         y[0:2] = z
@@ -317,7 +293,7 @@ def test_way_11_fp8_written_into_floats() -> None:
     check(program, lambda: (fp8(4, 8), fp8(2, 8, seed=1)))
 
 
-def test_way_12_copy_with_a_positional_flag() -> None:
+def test_copy_with_a_positional_flag() -> None:
     check(lambda x, y: (x.copy_(y, True), x.copy_(y, non_blocking=True)), lambda: (fp8(4, 8), values(4, 8, seed=1)))
 
 
@@ -344,7 +320,7 @@ class TestWhatWasNotImplemented:
             check(lambda x: torch.ops.deepinfer_test13.total(x) * 2, lambda: (fp8(4, 8),))
 
 
-def test_way_14_the_name_is_registered_once() -> None:
+def test_the_name_is_registered_once() -> None:
     """By the entry point alone; test_registration.py has the rest."""
     from torch._dynamo.backends.registry import lookup_backend
 
@@ -355,7 +331,7 @@ def test_way_14_the_name_is_registered_once() -> None:
     assert (found.__module__, found.__qualname__) == (backend.__name__, "deepinfer_neuron")
 
 
-def test_way_15_unknown_operations_are_not_taken_for_moves() -> None:
+def test_unknown_operations_are_not_taken_for_moves() -> None:
     for operation in (torch.erf, torch.special.i0, torch.Tensor.cosh):
         assert "not in the table" in str(refusal(lambda x, operation=operation: operation(x), fp8(4)))
         torch._dynamo.reset()
@@ -387,7 +363,7 @@ class TestGraphsWithoutFp8:
         assert seen[1][1][0] is x
 
 
-def test_way_18_metadata_follows() -> None:
+def test_metadata_follows() -> None:
     seen: list[Any] = []
 
     def base(gm: Any, examples: list[Any]) -> Any:
@@ -406,7 +382,7 @@ def test_way_18_metadata_follows() -> None:
     assert F8 not in seen
 
 
-def test_way_19_graphs_can_be_serialized() -> None:
+def test_graphs_can_be_serialized() -> None:
     """Every call in the graph is of something that can be imported."""
     targets: list[Any] = []
 

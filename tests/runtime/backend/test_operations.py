@@ -116,7 +116,13 @@ ONE: dict[str, Callable[..., Any]] = {
 }
 """A program on one fp8 tensor [4, 8] for every row that is neither refused nor in a test of its own."""
 
-SCALED_PRODUCT = "aten._scaled_mm.default"
+IN_CLASSES = {
+    "aten._scaled_mm.default",
+    "aten._scaled_mm_v2.default",
+    "aten.mm.default",
+    "aten._assert_tensor_metadata.default",
+}
+"""Rows with a test class of their own below."""
 COLLECTIVES = tuple(name for name in OPERATIONS if name.startswith("_c10d"))
 """These need a process group: test_input_checks has their program."""
 
@@ -137,7 +143,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def test_every_row_has_a_program() -> None:
     allowed = {name for name, row in OPERATIONS.items() if row.kind is not Kind.REFUSE}
-    elsewhere = {SCALED_PRODUCT, *COLLECTIVES}
+    elsewhere = {*IN_CLASSES, *COLLECTIVES}
     assert set(ONE) | elsewhere == allowed
     assert not set(ONE) & elsewhere
 
@@ -374,7 +380,7 @@ class TestScaledProduct:
     @pytest.mark.parametrize("out", [torch.bfloat16, F32])
     def test_the_scaled_product(self, out: torch.dtype, seen: set[str]) -> None:
         check(lambda a, b, s, t, c: torch._scaled_mm(a, b.t(), s, t, out_dtype=out), self.arguments)
-        assert SCALED_PRODUCT in seen
+        assert "aten._scaled_mm.default" in seen
 
     def test_with_a_bias(self) -> None:
         def program(a: Any, b: Any, s: Any, t: Any, c: Any) -> Any:
@@ -382,13 +388,65 @@ class TestScaledProduct:
 
         check(program, self.arguments)
 
-    def test_scales_by_row_are_refused(self) -> None:
-        def program(a: Any, b: Any, s: Any, t: Any) -> Any:
-            return torch._scaled_mm(a, b.t(), s, t, out_dtype=torch.bfloat16)
+    def by_row(self) -> tuple[torch.Tensor, ...]:
+        a, b, _, _, c = self.arguments()
+        return a, b, values(16, 1, seed=3), values(1, 48, seed=4), c
 
-        a, b, _, _, _ = self.arguments()
-        error = refusal(program, a, b, torch.ones(16, 1), torch.ones(1, 48))
-        assert "only one scale per operand" in str(error)
+    @pytest.mark.parametrize("out", [torch.bfloat16, F32])
+    def test_with_scales_by_row(self, out: torch.dtype) -> None:
+        check(lambda a, b, s, t, c: torch._scaled_mm(a, b.t(), s, t, out_dtype=out), self.by_row)
+
+    @pytest.mark.parametrize("recipe", ["TensorWise", "RowWise"])
+    def test_the_second_version(self, recipe: str, seen: set[str]) -> None:
+        kind = getattr(torch.nn.functional.ScalingType, recipe)
+
+        def program(a: Any, b: Any, s: Any, t: Any, c: Any) -> Any:
+            return torch.nn.functional.scaled_mm(a, b.t(), s, kind, t, kind, bias=c.bfloat16())
+
+        check(program, self.arguments if recipe == "TensorWise" else self.by_row)
+        assert "aten._scaled_mm_v2.default" in seen
+
+    def test_scales_by_block_are_refused(self) -> None:
+        block = torch.nn.functional.ScalingType.BlockWise1x128
+        by_block = torch.ones(128).as_strided((128, 1), (1, 128))
+
+        def program(a: Any, b: Any, s: Any, t: Any) -> Any:
+            return torch.nn.functional.scaled_mm(a, b.t(), s, block, t, block)
+
+        error = refusal(program, fp8(128, 128), fp8(128, 128), by_block, by_block)
+        assert "not by blocks" in str(error)
+
+    def test_products_of_two_fp8_matrices(self) -> None:
+        """Small whole numbers, whose sums are exact in any order, and sums that have to be rounded."""
+
+        def program(a: Any, b: Any) -> Any:
+            return a @ b.t(), torch.nn.functional.linear(a, b)
+
+        check(program, lambda: (values(6, 64).round().clamp(-4, 4).to(F8), values(9, 64).sign().to(F8)))
+        check(program, lambda: (fp8(16, 96, seed=1, scale=0.5), fp8(24, 96, seed=2, scale=0.5)))
+
+
+class TestExportedPrograms:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(fp8(8, 16), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.to(F8).float() @ self.weight.to(torch.float32).t()).to(torch.bfloat16)
+
+    def test_an_exported_program(self, seen: set[str]) -> None:
+        exported = torch.export.export(self.Model(), (values(4, 16),)).module()
+        check(lambda x: exported(x), lambda: (values(4, 16, seed=7),))
+        assert "aten._assert_tensor_metadata.default" in seen
+
+    def test_a_statement_that_does_not_hold(self) -> None:
+        def program(x: Any) -> Any:
+            aten._assert_tensor_metadata.default(x, dtype=torch.float32)
+            return x.float()
+
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="dtype mismatch"):
+            run_compiled(program, (fp8(2, 2),))
 
 
 def test_refused_rows_say_why() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from deepinfer_prep.runtime.backend import codecs
 from deepinfer_prep.runtime.backend.byte_formats import carried
@@ -80,22 +82,39 @@ def _compared(emitter: Emitter, call: Call, operand: Any, common: torch.dtype) -
     return decoded_from(emitter, node, operand, fmt)
 
 
+def assert_metadata(emitter: Emitter, call: Call) -> None:
+    """What an exported program states of a tensor: torch has checked it on the fake tensor, and it is dropped."""
+    call.run()
+
+
 def matmul(emitter: Emitter, call: Call) -> Any:
-    """torch._scaled_mm with one scale for each operand."""
+    """A product of two fp8 matrices: summed in float32 and rounded once, as torch's CPU kernel does."""
+    value = call.run()
+    operands = (call.arguments["self"], call.arguments["mat2"])
+    nodes = tuple(_in_float32(emitter, operand) for operand in operands)
+    fmt = carried(value)
+    if fmt is None:
+        raise emitter.refusal(f"it multiplies {operands[0].dtype} with {operands[1].dtype}", call.func)
+    product = torch.empty_like(value, dtype=torch.float32)
+    node = emitter.emit(call.func, nodes, {}, product)
+    emitter.bind(value, encoded(emitter, node, product, fmt))
+    return value
+
+
+def scaled_matmul(emitter: Emitter, call: Call) -> Any:
+    """torch._scaled_mm and its second version, with one scale an operand, or one a row of the result and a column."""
     arguments = call.arguments
+    if call.func is _SCALED_MM_V2:
+        arguments = _first_version(emitter, call)
     scales = [arguments["scale_a"], arguments["scale_b"]]
-    if any(scale.numel() != 1 for scale in scales) or arguments.get("scale_result") is not None:
+    value = call.run()
+    if arguments.get("scale_result") is not None or not _are_supported(scales, value):
         raise emitter.refusal(
-            "only one scale per operand and no scale_result is supported; decode the operands, multiply and "
-            "scale the product instead",
+            "only one scale for each operand, or one for each row of the first and each column of the second, is "
+            "supported, and no scale_result; decode the operands, multiply and scale the product instead",
             call.func,
         )
-    value = call.run()
-    operands = [arguments["self"], arguments["mat2"]]
-    nodes = [
-        converted(emitter, operand, torch.float32) if operand.dtype != torch.float32 else emitter.node_of(operand)
-        for operand in operands
-    ]
+    nodes = [_in_float32(emitter, arguments[name]) for name in ("self", "mat2")]
     nodes += [emitter.node_of(scale) for scale in scales]
     bias = arguments.get("bias")
     fmt = carried(value)
@@ -105,3 +124,32 @@ def matmul(emitter: Emitter, call: Call) -> Any:
     node = emitter.emit(codecs.scaled_mm, args, {}, product)
     emitter.bind(value, node if fmt is None else encoded(emitter, node, product, fmt))
     return value
+
+
+_SCALED_MM_V2 = getattr(torch.ops.aten, "_scaled_mm_v2", torch.ops.aten._scaled_mm).default
+_TENSOR_WISE, _ROW_WISE = 0, 1
+"""Members of torch.nn.functional.ScalingType."""
+
+
+def _first_version(emitter: Emitter, call: Call) -> dict[str, Any]:
+    """The arguments of _scaled_mm_v2 as those of _scaled_mm."""
+    arguments = dict(call.arguments)
+    recipes = {*arguments.pop("recipe_a"), *arguments.pop("recipe_b")}
+    swizzled = any((*arguments.pop("swizzle_a"), *arguments.pop("swizzle_b")))
+    if len(arguments["scale_a"]) != 1 or len(arguments["scale_b"]) != 1 or recipes - {_TENSOR_WISE, _ROW_WISE}:
+        raise emitter.refusal("only scales by tensor and by row are supported, not by blocks", call.func)
+    if swizzled or arguments.pop("contraction_dim", None):
+        raise emitter.refusal("swizzled scales and a contraction_dim are not supported", call.func)
+    return {**arguments, "scale_a": arguments["scale_a"][0], "scale_b": arguments["scale_b"][0]}
+
+
+def _are_supported(scales: Sequence[Tensor], product: Tensor) -> bool:
+    rows, columns = product.shape
+    shapes = [tuple(scale.shape) for scale in scales]
+    return all(scale.numel() == 1 for scale in scales) or shapes == [(rows, 1), (1, columns)]
+
+
+def _in_float32(emitter: Emitter, operand: Tensor) -> Node:
+    if operand.dtype == torch.float32:
+        return emitter.node_of(operand)
+    return converted(emitter, operand, torch.float32)
