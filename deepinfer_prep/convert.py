@@ -88,7 +88,7 @@ def convert_checkpoint(
     check_values(plan, workers, chunk_size, progress)
     if plan.options.strict:
         _refuse_nan(plan, scan_codes(plan, workers, chunk_size, progress, ALL_FP8))
-    with target.hold(_identity(plan), _names(plan), overwrite) as run:
+    with target.hold(_identity(plan), plan.files, overwrite) as run:
         manifest, resumed = run.resume_publication(workers, chunk_size, progress), plan.output_bytes
         if manifest is None:
             manifest, resumed = _write_all(plan, run, workers, chunk_size, progress)

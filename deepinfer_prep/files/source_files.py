@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deepinfer_prep.errors import CheckpointError, ContainerError
@@ -49,7 +49,7 @@ def exists(path: Place) -> bool:
 def find_others(folder: Place, shard_names: set[str]) -> tuple[tuple[OtherFile, ...], list[str]]:
     others: list[OtherFile] = []
     left_out: dict[str, str] = {}
-    for name, path in _walk(folder, "", frozenset({folder.resolve()})):
+    for name, path, reach in _walk(folder, "", frozenset({folder.resolve()})):
         check_is_text(name, folder)
         _check_no_download_goes_on(name, folder, shard_names)
         if name in shard_names:
@@ -62,7 +62,8 @@ def find_others(folder: Place, shard_names: set[str]) -> tuple[tuple[OtherFile, 
         if reason:
             left_out[name] = reason
         else:
-            others.append(OtherFile(name, path, FileState.of(path)))
+            state = FileState.of(path)
+            others.append(OtherFile(name, path, replace(state, permissions=state.permissions & reach)))
     return tuple(others), _other_warnings(others, left_out)
 
 
@@ -87,8 +88,13 @@ def _check_no_download_goes_on(name: str, folder: Place, shard_names: set[str]) 
         )
 
 
-def _walk(folder: Place, prefix: str, above: frozenset[Place], linked: bool = False) -> Iterator[tuple[str, Place]]:
-    """Files below a folder, by relative name; links to folders are followed unless they lead upwards."""
+def _walk(
+    folder: Place, prefix: str, above: frozenset[Place], linked: bool = False, reach: int = 0o777
+) -> Iterator[tuple[str, Place, int]]:
+    """Files below a folder, by relative name; links to folders are followed unless they lead upwards.
+
+    The last of the three are the permission bits that the folders on the way leave to a file.
+    """
     if len(above) > _DEEPEST_FOLDER:
         raise CheckpointError(
             f"{folder} lies more than {_DEEPEST_FOLDER} folders deep. Move it out of the checkpoint.", code="too-deep"
@@ -98,7 +104,7 @@ def _walk(folder: Place, prefix: str, above: frozenset[Place], linked: bool = Fa
         if path.name in _SKIPPED:
             continue
         if not path.is_dir():
-            yield prefix + path.name, path
+            yield prefix + path.name, path, reach
         elif path.resolve() not in above:
             if linked and path.is_symlink():
                 raise CheckpointError(
@@ -106,7 +112,14 @@ def _walk(folder: Place, prefix: str, above: frozenset[Place], linked: bool = Fa
                     "files. Replace one of the links by the folder itself.",
                     code="link-in-link",
                 )
-            yield from _walk(path, f"{prefix}{path.name}/", above | {path.resolve()}, linked or path.is_symlink())
+            below, is_linked = above | {path.resolve()}, linked or path.is_symlink()
+            yield from _walk(path, f"{prefix}{path.name}/", below, is_linked, reach & _reach(path))
+
+
+def _reach(folder: Place) -> int:
+    """The permission bits that a folder leaves to what is in it: none to a group or others who may not enter it."""
+    mode = FileState.of(folder).permissions if isinstance(folder, Path) else 0o777
+    return 0o700 | (0o070 if mode & 0o010 else 0) | (0o007 if mode & 0o001 else 0)
 
 
 def _other_warnings(others: list[OtherFile], left_out: Mapping[str, str]) -> list[str]:

@@ -12,9 +12,9 @@ import mmap
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -40,6 +40,11 @@ class FileState:
     """Of a local file; 0 elsewhere."""
     version: str = ""
     """What a store calls this very content, such as an ETag; empty for local files."""
+    inode: int = 0
+    changed_ns: int = 0
+    """Of a local file: what its name leads to, and when the system last changed anything of it; 0 elsewhere."""
+    permissions: int = field(default=0o777, compare=False)
+    """Permission bits: nobody may read more of what is made from the file."""
 
     @classmethod
     def of(cls, place: Place) -> FileState:
@@ -53,7 +58,8 @@ class FileState:
     @classmethod
     def from_status(cls, status: os.stat_result) -> FileState:
         """The state that the file system tells."""
-        return cls(status.st_size, status.st_mtime_ns)
+        permissions = status.st_mode & 0o777
+        return cls(status.st_size, status.st_mtime_ns, "", status.st_ino, status.st_ctime_ns, permissions)
 
     @property
     def marks(self) -> tuple[int | str, ...]:
@@ -160,12 +166,37 @@ def open_reader(place: Place) -> Reader:
     return RangeReader(place) if isinstance(place, Path) else place.open_reader()
 
 
+Opener = Callable[[Path, int, int], int]
+"""Opens a file like `os.open(path, flags, mode)`: a folder that is held open brings one that follows no links."""
+
+
+def _open_regular(path: Path, flags: int, mode: int) -> int:
+    """Open a regular file and nothing else; a plain open of a pipe would wait for ever."""
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise _no_file(path, "a socket") from None
+        raise
+    found = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(found):
+        return descriptor
+    os.close(descriptor)
+    raise _no_file(path, "a folder" if stat.S_ISDIR(found) else "a pipe or device")
+
+
+def _no_file(path: Path, what: str) -> PrepError:
+    return PrepError(
+        f"{path} is {what}, where a file was expected. Move it away or fetch the file again.", code="not-a-file"
+    )
+
+
 class _RangedFile:
     """A file that closes itself and can be read; subclasses say how it is opened. Every OSError names the file."""
 
-    def __init__(self, path: Path, flags: int) -> None:
+    def __init__(self, path: Path, flags: int, opener: Opener) -> None:
         self.place = path
-        self._fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        self._fd = opener(path, flags | os.O_CLOEXEC, 0o666)
 
     def close(self) -> None:
         """Close the descriptor; later calls do nothing.
@@ -228,13 +259,7 @@ class RangeReader(_RangedFile):
     """
 
     def __init__(self, path: Path) -> None:
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode):
-            what = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-            raise PrepError(
-                f"{path} is {what}, where a file was expected. Move it away or fetch the file again.", code="not-a-file"
-            )
-        super().__init__(path, os.O_RDONLY)
+        super().__init__(path, os.O_RDONLY, _open_regular)
 
     def expect(self, start: int, end: int) -> None:
         """Nothing: the kernel reads ahead by itself."""
@@ -301,8 +326,8 @@ class Readers:
 class RangeWriter(_RangedFile):
     """Writes byte ranges of one file, which it creates where it does not exist; reads them back as well."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, os.O_RDWR | os.O_CREAT)
+    def __init__(self, path: Path, opener: Opener = os.open) -> None:
+        super().__init__(path, os.O_RDWR | os.O_CREAT, opener)
 
     def resize(self, size: int) -> None:
         """Cut the file, or let it grow by a hole that reads as zeros.
@@ -363,10 +388,10 @@ class DirectWriter(RangeWriter):
     the writer: direct writes ran up to seven times faster on a busy machine.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, opener: Opener = os.open) -> None:
+        super().__init__(path, opener)
         try:
-            self._direct = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            self._direct = opener(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o666)
         except OSError:  # The file itself is open: its file system only lacks direct writes.
             self._direct = -1
 
@@ -442,31 +467,3 @@ def reserve_blocks(fd: int, offset: int, size: int) -> None:
             return
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
-
-
-def sync_folder(path: Path) -> None:
-    """Make the entries of a folder (new names, renames) durable, where the file system can sync a folder.
-
-    Raises:
-        OSError: the file system reported a failed write.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with _named(path):
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in _NOT_SUPPORTED:
-                raise
-        finally:
-            os.close(fd)
-
-
-def write_file_durably(path: Path, data: bytes) -> None:
-    """Write a small file in full under a temporary name beside it, sync it, and give it its name."""
-    temporary = path.with_name(path.name + ".tmp")
-    with RangeWriter(temporary) as file:
-        file.allocate(len(data))
-        file.write_from(memoryview(data), 0)
-        file.sync()
-    os.replace(temporary, path)
-    sync_folder(path.parent)

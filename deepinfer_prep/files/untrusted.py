@@ -87,7 +87,8 @@ def read_small_file(place: Place, most_bytes: int) -> bytes:
     try:
         return read_descriptor(descriptor, most_bytes)
     finally:
-        os.close(descriptor)
+        with suppress(OSError):  # Nothing was written through it.
+            os.close(descriptor)
 
 
 def read_descriptor(descriptor: int, most_bytes: int) -> bytes:

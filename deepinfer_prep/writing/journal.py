@@ -3,6 +3,9 @@
 One JSON object a line: first the identity of the run, then each segment whose bytes are on stable storage.
 A line is written only after its segment was synced. What follows the last whole entry is ignored, and cut
 off before more is written: a kill can tear a line, a power cut can leave zeros.
+
+The journal is believed as the user's own file: the workspace lets in nobody else, and a segment counts as done where
+its bytes still have the digest that the journal states.
 """
 
 from __future__ import annotations
@@ -10,14 +13,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from deepinfer_prep import fp8
-from deepinfer_prep.files.storage import RangeWriter, sync_folder
+from deepinfer_prep.files.folders import Folder
+from deepinfer_prep.files.storage import RangeWriter
+from deepinfer_prep.files.untrusted import JOURNAL_LINE, MANIFEST, JsonError, parse_object
 from deepinfer_prep.writing.output_bytes import Tally
 
 FORMAT = 1
+JOURNAL_NAME = "journal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +38,9 @@ class SegmentDone:
 class Journal:
     """Appends finished segments durably; begins anew where the file does not belong to the same run."""
 
-    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
-        found, _, self._end = _read(path)
-        self._file = RangeWriter(path)
+    def __init__(self, folder: Folder, identity: Mapping[str, Any]) -> None:
+        found, _, self._end = _read(folder)
+        self._file = RangeWriter(folder.path / JOURNAL_NAME, folder.open_own)
         try:
             if is_same_run(found, identity):
                 self._file.resize(self._end)
@@ -43,7 +48,7 @@ class Journal:
                 self._file.resize(0)
                 self._end = 0
                 self._append([{"format": FORMAT, **identity}])
-                sync_folder(path.parent)
+                folder.sync()
         except BaseException:
             self._file.close()
             raise
@@ -76,9 +81,9 @@ class Journal:
         self._file.close()
 
 
-def read_identity(path: Path) -> Mapping[str, Any] | None:
-    """The identity of the run that wrote a journal; None where there is no complete first line."""
-    return _read(path)[0]
+def read_identity(folder: Folder) -> Mapping[str, Any] | None:
+    """The identity of the run whose journal lies in a folder; None where there is no complete first line."""
+    return _read(folder)[0]
 
 
 def is_same_run(found: Mapping[str, Any] | None, identity: Mapping[str, Any]) -> bool:
@@ -86,17 +91,19 @@ def is_same_run(found: Mapping[str, Any] | None, identity: Mapping[str, Any]) ->
     return bool(found == json.loads(json.dumps(identity)))
 
 
-def read_done(path: Path) -> dict[tuple[str, int], SegmentDone]:
+def read_done(folder: Folder) -> dict[tuple[str, int], SegmentDone]:
     """The finished segments of a journal by file name and segment number; empty where there is no journal."""
-    return {(done.file, done.segment): done for done in _read(path)[1]}
+    return {(done.file, done.segment): done for done in _read(folder)[1]}
 
 
-def _read(path: Path) -> tuple[dict[str, Any] | None, list[SegmentDone], int]:
+def _read(folder: Folder) -> tuple[dict[str, Any] | None, list[SegmentDone], int]:
     """Identity, finished segments, and the length in bytes of the whole entries."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = folder.read(JOURNAL_NAME, MANIFEST.nbytes).splitlines(keepends=True)
     except FileNotFoundError:
         return None, [], 0
+    except JsonError:
+        return None, [], 0  # No run writes one of this size.
     identity = _parse(lines[0]) if lines else None
     if identity is None or identity.pop("format", None) != FORMAT:
         return None, [], 0
@@ -114,10 +121,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_object(line, JOURNAL_LINE)
+    except JsonError:
         return None
-    return entry if isinstance(entry, dict) else None
 
 
 def _parse_segment(line: bytes) -> SegmentDone | None:
@@ -126,8 +132,10 @@ def _parse_segment(line: bytes) -> SegmentDone | None:
             "file": str(file),
             "segment": int(segment),
             "digest": str(digest),
-            "counts": [int(rounded), int(nan), int(above_240)],
+            "counts": [rounded, nan, above_240],
             "nan": dict(nan_codes),
-        }:
+        } if all(
+            type(count) is int and count >= 0 for count in (segment, rounded, nan, above_240, *nan_codes.values())
+        ):
             return SegmentDone(file, segment, digest, Tally(fp8.CodeCounts(rounded, nan, above_240), nan_codes))
     return None

@@ -11,7 +11,7 @@ from typing import Any
 from deepinfer_prep import fp8
 from deepinfer_prep.files import segments
 from deepinfer_prep.files.digests import SegmentDigests, digest_range
-from deepinfer_prep.files.storage import DirectWriter, Place, RangeWriter
+from deepinfer_prep.files.storage import DirectWriter, Place
 from deepinfer_prep.manifest import FileRecord, Manifest
 from deepinfer_prep.naming import DISCARDED_NAME, WORKSPACE_NAME
 from deepinfer_prep.planning.plan import OutputFile
@@ -47,13 +47,13 @@ class LocalTarget:
         check_space(self.place, needed)
 
     @contextmanager
-    def hold(self, identity: Mapping[str, Any], names: Sequence[str], overwrite: bool) -> Iterator[LocalRun]:
+    def hold(self, identity: Mapping[str, Any], files: Sequence[OutputFile], overwrite: bool) -> Iterator[LocalRun]:
         """Lock the folder; what an unfinished run of another conversion left in it is thrown away."""
         with Workspace(self.place) as workspace:
-            check_usable(self.place, identity, names, overwrite)
-            if not is_same_run(read_identity(workspace.journal), identity):
+            check_usable(self.place, identity, [file.name for file in files], overwrite)
+            if not is_same_run(read_identity(workspace.root), identity):
                 workspace.clear()
-            run = LocalRun(workspace, identity)
+            run = LocalRun(workspace, identity, files)
             try:
                 yield run
             finally:
@@ -71,8 +71,10 @@ class LocalTarget:
 class LocalRun:
     """A workspace and its journal as `Run`."""
 
-    def __init__(self, workspace: Workspace, identity: Mapping[str, Any]) -> None:
+    def __init__(self, workspace: Workspace, identity: Mapping[str, Any], files: Sequence[OutputFile]) -> None:
         self._workspace = workspace
+        self._sizes = {file.name: file.size for file in files}
+        self._permissions = {file.name: file.state.permissions for file in files}
         self._identity = identity
         self._writers = _Writers(workspace)
         self._opened: Journal | None = None
@@ -84,12 +86,12 @@ class LocalRun:
 
     def resume_publication(self, workers: int, chunk_size: int, progress: ProgressCallback | None) -> Manifest | None:
         """As `publication.resume_publication`."""
-        return resume_publication(self._workspace, workers, chunk_size, progress)
+        return resume_publication(self._workspace, self._sizes, workers, chunk_size, progress)
 
     def read_done(self) -> dict[tuple[str, int], SegmentDone]:
         """What the journal says; it is opened for more."""
-        earlier = read_done(self._workspace.journal)
-        self._opened = Journal(self._workspace.journal, self._identity)
+        earlier = read_done(self._workspace.root)
+        self._opened = Journal(self._workspace.root, self._identity)
         return earlier
 
     def block_bytes(self, size: int) -> int:
@@ -133,7 +135,7 @@ class LocalRun:
     def put_file(self, name: str, size: int, chunks: Iterable[fp8.U8]) -> FileRecord:
         """Write and sync a file of the workspace."""
         digests, position = SegmentDigests(), 0
-        with RangeWriter(self._workspace.path(name)) as writer:
+        with self._workspace.writer(name) as writer:
             writer.allocate(size)
             for chunk in chunks:
                 writer.write_from(chunk.data, position)
@@ -148,7 +150,7 @@ class LocalRun:
 
     def publish(self, manifest: Manifest) -> None:
         """As `publication.publish`."""
-        publish(self._workspace, manifest)
+        publish(self._workspace, manifest, self._permissions)
 
 
 class _Writers:
@@ -164,7 +166,7 @@ class _Writers:
         with self._lock:
             writer = self._open.get(block.name)
             if writer is None:
-                writer = DirectWriter(self._workspace.path(block.name))
+                writer = self._workspace.direct_writer(block.name)
                 try:
                     writer.resize(block.size)
                 except BaseException:

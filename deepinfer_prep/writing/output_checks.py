@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_prep.errors import RefusedError, list_some
+from deepinfer_prep.files.folders import Folder
 from deepinfer_prep.naming import DISCARDED_NAME, MANIFEST_NAME, SIDECAR_FOLDER, WORKSPACE_NAME
 from deepinfer_prep.writing.journal import is_same_run, read_identity
 from deepinfer_prep.writing.workspace import READY_NAME, REJECTED_NAME
@@ -97,10 +98,9 @@ def _check_names_free(output: Path, names: Iterable[str]) -> None:
 
 
 def _check_only_own_run(output: Path, identity: Mapping[str, Any]) -> None:
-    root = output / WORKSPACE_NAME
     entries = {entry.name for entry in output.iterdir()} - {WORKSPACE_NAME, DISCARDED_NAME}
-    found = read_identity(root / "journal")
-    if is_same_run(found, identity) and ((root / READY_NAME).exists() or (root / REJECTED_NAME).exists()):
+    found, is_publishing = _unfinished_run(output)
+    if is_same_run(found, identity) and is_publishing:
         return  # Its publication was interrupted: files have their final names already.
     if MANIFEST_NAME in entries:
         raise RefusedError(
@@ -121,6 +121,16 @@ def _check_only_own_run(output: Path, identity: Mapping[str, Any]) -> None:
         )
 
 
+def _unfinished_run(output: Path) -> tuple[Mapping[str, Any] | None, bool]:
+    """The identity of an unfinished run, and whether its publication has begun."""
+    try:
+        with Folder.open(output) as folder, folder.enter(WORKSPACE_NAME) as root:
+            is_publishing = any(root.status(name) is not None for name in (READY_NAME, REJECTED_NAME))
+            return read_identity(root), is_publishing
+    except FileNotFoundError:
+        return None, False
+
+
 def check_space(output: Path, needed: int) -> None:
     """Refuse when the file system has less room than the output still needs.
 
@@ -128,6 +138,11 @@ def check_space(output: Path, needed: int) -> None:
         RefusedError: with both figures.
     """
     existing = next(path for path in (output, *output.resolve().parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise RefusedError(
+            f"{existing} cannot be written to: it is read-only or belongs to someone else. Choose another output.",
+            code="not-writable",
+        )
     status = os.statvfs(existing)
     free = status.f_bavail * status.f_frsize
     written = _blocks_bytes(output / WORKSPACE_NAME)
@@ -145,5 +160,5 @@ def _blocks_bytes(folder: Path) -> int:
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):  # Another run may be publishing them.
-                total += (Path(parent) / name).stat().st_blocks * 512
+                total += (Path(parent) / name).lstat().st_blocks * 512
     return total

@@ -12,96 +12,144 @@ its digests have been checked. Before 4 there is no manifest, so the folder is n
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import reduce
+from operator import and_
+from pathlib import Path, PurePosixPath
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError, ManifestError
 from deepinfer_prep.files.digests import digest_range
+from deepinfer_prep.files.folders import Folder
 from deepinfer_prep.files.segments import segments
-from deepinfer_prep.files.storage import RangeReader, sync_folder, write_file_durably
+from deepinfer_prep.files.storage import RangeReader
+from deepinfer_prep.files.untrusted import MANIFEST, JsonError, leads_out
 from deepinfer_prep.manifest import Manifest, parse_manifest
-from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, SHARD_SUFFIX, SIDECAR_FOLDER
+from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, SHARD_SUFFIX, SIDECAR_FOLDER, SIDECAR_INDEX
 from deepinfer_prep.workers import Meter, ProgressCallback, run_parallel
-from deepinfer_prep.writing.workspace import Workspace
+from deepinfer_prep.writing.workspace import READY_NAME, REJECTED_NAME, Workspace
+
+_LAST = "last"
 
 
-def publish(workspace: Workspace, manifest: Manifest) -> None:
+def publish(workspace: Workspace, manifest: Manifest, permissions: Mapping[str, int]) -> None:
     """Give every file of a complete workspace its final name, the manifest last, and remove the workspace.
+
+    Args:
+        permissions: the permission bits that a file may have at most, by name; files that are not named may have those
+            that all named shards have.
 
     Raises:
         ConversionError: a file is neither here nor at its final place.
         OSError: a step failed; the same command goes on from there.
     """
     text = manifest.to_json()
-    write_file_durably(workspace.ready_manifest, text)
+    workspace.write_durably(READY_NAME, text)
     _remove_older(workspace, manifest)
-    names = sorted(manifest.files)
-    _rename(workspace, (name for name in names if not name.endswith(INDEX_SUFFIX)))
-    _rename(workspace, (name for name in names if name.endswith(INDEX_SUFFIX)))
-    last = workspace.root / "last"
-    write_file_durably(last, text)
-    os.replace(last, workspace.output / MANIFEST_NAME)
-    sync_folder(workspace.output)
-    with suppress(PermissionError):  # Its entry may be new; a parent that cannot be read cannot be synced.
-        sync_folder(workspace.output.resolve().parent)
+    common = reduce(and_, (permissions[name] for name in manifest.shards if name in permissions), 0o777)
+    bits = {name: permissions.get(name, common) for name in manifest.files}
+    _rename(workspace, {name: bits[name] for name in sorted(bits) if not name.endswith(INDEX_SUFFIX)})
+    _rename(workspace, {name: bits[name] for name in sorted(bits) if name.endswith(INDEX_SUFFIX)})
+    workspace.write_durably(_LAST, text)
+    _restrict(workspace.root, _LAST, common)
+    workspace.root.replace(_LAST, workspace.output, MANIFEST_NAME)
+    workspace.output.sync()
+    with suppress(PermissionError), Folder.open(workspace.output.path.resolve().parent) as parent:
+        parent.sync()  # Its entry may be new; a parent that cannot be read cannot be synced.
     workspace.discard()
 
 
 def resume_publication(
-    workspace: Workspace, workers: int, chunk_size: int, progress: ProgressCallback | None
+    workspace: Workspace, files: Mapping[str, int], workers: int, chunk_size: int, progress: ProgressCallback | None
 ) -> Manifest | None:
     """The manifest of a run whose publication was interrupted, once all its bytes have been checked.
 
-    None where there is no such run, or where bytes changed, so that the run has to be repeated from its journal.
+    None where there is no such run, where its files are not `files` (size by name) and a sidecar, or where bytes
+    changed, so that the run has to be repeated from its journal.
     """
     manifest = _read_ready(workspace)
-    if manifest is not None and _is_intact(workspace, manifest, workers, chunk_size, progress):
+    if (
+        manifest is not None
+        and _has_files(manifest, files)
+        and _is_intact(workspace, manifest, workers, chunk_size, progress)
+    ):
         return manifest
-    if workspace.ready_manifest.exists():
-        os.replace(workspace.ready_manifest, workspace.rejected_manifest)
+    if workspace.root.status(READY_NAME) is not None:
+        workspace.root.replace(READY_NAME, workspace.root, REJECTED_NAME)
     return None
+
+
+def _has_files(manifest: Manifest, files: Mapping[str, int]) -> bool:
+    """Whether a manifest's files are exactly those of the plan and of a sidecar."""
+    sidecar = {*manifest.sidecar, *([SIDECAR_INDEX] if manifest.sidecar else [])}
+    sizes = {name: record.size for name, record in manifest.files.items() if name not in sidecar}
+    return sizes == files and sidecar <= manifest.files.keys()
 
 
 def _read_ready(workspace: Workspace) -> Manifest | None:
     try:
-        return parse_manifest(workspace.ready_manifest.read_bytes(), workspace.ready_manifest)
-    except (FileNotFoundError, ManifestError):
+        text = workspace.root.read(READY_NAME, MANIFEST.nbytes)
+        return parse_manifest(text, workspace.root.path / READY_NAME)
+    except (FileNotFoundError, JsonError, ManifestError):
         return None
 
 
 def _remove_older(workspace: Workspace, manifest: Manifest) -> None:
     output = workspace.output
-    (output / MANIFEST_NAME).unlink(missing_ok=True)
-    sync_folder(output)
-    folders = [folder for folder in (output, output / SIDECAR_FOLDER) if folder.is_dir()]
+    output.unlink(MANIFEST_NAME, missing_ok=True)
+    output.sync()
     # The index first: without it no loader takes a mixture of old and new shards for a checkpoint.
     for suffix in (INDEX_SUFFIX, SHARD_SUFFIX):
-        for entry in (entry for folder in folders for entry in sorted(folder.iterdir())):
-            name = str(entry.relative_to(output))
-            ours = name in manifest.files and not (suffix == INDEX_SUFFIX and workspace.path(name).exists())
-            if name.endswith(suffix) and not ours and not (entry.is_dir() and not entry.is_symlink()):
-                entry.unlink()
-    for folder in folders:
-        sync_folder(folder)
+        _remove_suffix(workspace, output, "", suffix, manifest)
+        if output.status(SIDECAR_FOLDER) is not None:
+            with output.enter(SIDECAR_FOLDER) as folder:
+                _remove_suffix(workspace, folder, SIDECAR_FOLDER + "/", suffix, manifest)
+                folder.sync()
+    output.sync()
 
 
-def _rename(workspace: Workspace, names: Iterable[str]) -> None:
-    folders = {workspace.output}
-    for name in names:
-        target = workspace.output / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folders |= {workspace.output / folder for folder in Path(name).parents}
-        if workspace.path(name).exists():
-            os.replace(workspace.path(name), target)
-        elif not target.exists():
-            raise ConversionError(
-                f"{target} vanished while the output was being completed. Run the command again.", code="vanished"
-            )
+def _remove_suffix(workspace: Workspace, folder: Folder, prefix: str, suffix: str, manifest: Manifest) -> None:
+    """Remove the files of a folder that end in a suffix and are not the new output's."""
+    for entry in folder.names():
+        name, status = prefix + entry, folder.status(entry)
+        ours = name in manifest.files and not (suffix == INDEX_SUFFIX and workspace.holds(name))
+        if name.endswith(suffix) and not ours and status is not None and not stat.S_ISDIR(status.st_mode):
+            folder.unlink(entry)
+
+
+def _rename(workspace: Workspace, permissions: Mapping[str, int]) -> None:
+    folders = {""}
+    for name, bits in permissions.items():
+        with workspace.output.holding(name, 0o777) as target:
+            last = name.rpartition("/")[2]
+            if workspace.holds(name):
+                with workspace.holding(name) as source:
+                    _restrict(source, last, bits)
+                    source.replace(last, target, last)
+            elif target.status(last) is None:
+                raise ConversionError(
+                    f"{target.path / last} vanished while the output was being completed. Run the command again.",
+                    code="vanished",
+                )
+        folders |= {f"{folder}/" for folder in map(str, PurePosixPath(name).parents) if folder != "."}
     for folder in sorted(folders):
-        sync_folder(folder)
+        with workspace.output.holding(folder) as held:
+            held.sync()
+
+
+def _restrict(folder: Folder, name: str, bits: int) -> None:
+    """Take from a file the permissions of others that its source does not give them."""
+    status = folder.status(name)
+    if status is None or not status.st_mode & 0o077 & ~bits:
+        return
+    descriptor = folder.open_own(folder.path / name, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fchmod(descriptor, status.st_mode & (bits | 0o700) & 0o777)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +165,11 @@ def _is_intact(
 ) -> bool:
     """Whether every file, here or at its final place, has the size and digests that the manifest states."""
     paths = {name: _place(workspace, name) for name in manifest.files}
-    if any(not path.is_file() or path.stat().st_size != manifest.files[name].size for name, path in paths.items()):
-        return False
+    for name, path in paths.items():
+        if leads_out(workspace.output.path, path) or not path.is_file():
+            return False
+        if path.is_symlink() or path.stat().st_size != manifest.files[name].size:
+            return False
     meter = Meter(progress, "check", sum(record.size for record in manifest.files.values()))
     for check, is_same in run_parallel(_checks(manifest, paths), _check, workers, chunk_size):
         meter.add(check.end - check.start)
@@ -128,8 +179,7 @@ def _is_intact(
 
 
 def _place(workspace: Workspace, name: str) -> Path:
-    unpublished = workspace.path(name)
-    return unpublished if unpublished.exists() else workspace.output / name
+    return workspace.path(name) if workspace.holds(name) else workspace.output.path / name
 
 
 def _checks(manifest: Manifest, paths: Mapping[str, Path]) -> Iterator[_Check]:

@@ -118,7 +118,9 @@ class Target(Protocol):
     def check_space(self, needed: int) -> None:
         """Refuse when there is less room than the output still needs."""
 
-    def hold(self, identity: Mapping[str, Any], names: Sequence[str], overwrite: bool) -> AbstractContextManager[Run]:
+    def hold(
+        self, identity: Mapping[str, Any], files: Sequence[OutputFile], overwrite: bool
+    ) -> AbstractContextManager[Run]:
         """Begin a run, or go on with an earlier one of the same identity; checks again that the output is usable."""
 
     def discard(self) -> bool:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
-from contextlib import suppress
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
 from deepinfer_prep.errors import RefusedError
-from deepinfer_prep.files.storage import sync_folder
+from deepinfer_prep.files.folders import Folder, check_tree
+from deepinfer_prep.files.storage import DirectWriter, RangeWriter
 from deepinfer_prep.naming import DISCARDED_NAME, WORKSPACE_NAME
+from deepinfer_prep.writing.journal import JOURNAL_NAME
 
 READY_NAME, REJECTED_NAME = "manifest.json", "rejected.json"
+_FILES, _LOCK = "files", "lock"
 _LOCK_ATTEMPTS = 100
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_PRIVATE = 0o700
 
 
 class Workspace:
@@ -26,18 +31,28 @@ class Workspace:
     `manifest.json` once all of that is complete and synced: from then on the run is being published. Where bytes
     turn out to have changed since, that file becomes `rejected.json` and the run is repeated from its journal.
 
+    Nobody else can read or change it: the folder is closed to others, whatever lies in it already has to be a regular
+    file or folder of this user, and all of it is reached through descriptors and never through links.
+
     Raises:
-        RefusedError: another run holds the folder, or the file system cannot lock.
+        RefusedError: another run holds the folder, the file system cannot lock, or something in the workspace is
+            somebody else's.
     """
 
     def __init__(self, output: Path) -> None:
-        self.output = output
-        self.root = output / WORKSPACE_NAME
-        self.files = self.root / "files"
-        self.journal = self.root / "journal"
-        self.ready_manifest = self.root / READY_NAME
-        self.rejected_manifest = self.root / REJECTED_NAME
-        self._lock = _acquire(self.root / "lock")
+        output.mkdir(parents=True, exist_ok=True)
+        self.output = Folder.open(output)
+        try:
+            self.root, self._lock = _acquire(self.output)
+        except BaseException:
+            self.output.close()
+            raise
+        try:
+            check_tree(self.root, _own_uid(self.output, self.root))
+            self.files = self.root.enter(_FILES, _PRIVATE)
+        except BaseException:
+            self._release()
+            raise
 
     def __enter__(self) -> Workspace:
         return self
@@ -45,25 +60,69 @@ class Workspace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.root.exists() and not self.journal.exists():
-            self.discard()  # Nothing in it could be resumed.
+        try:
+            if self.output.status(WORKSPACE_NAME) is not None and self.root.status(JOURNAL_NAME) is None:
+                self.discard()  # Nothing in it could be resumed.
+        finally:
+            self.files.close()
+            self._release()
+
+    def _release(self) -> None:
         with suppress(OSError):  # The lock is given up whatever close says, and nothing was written to the file.
             os.close(self._lock)
-        _remove_as_far_as_possible(self.output / DISCARDED_NAME)
+        self._remove_discarded()
+        self.root.close()
+        self.output.close()
 
     def path(self, name: str) -> Path:
-        """Where a file of the output lies until it is published; its folder is made."""
-        path = self.files / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+        """Where a file of the output lies until it is published, for messages and for reading."""
+        return self.files.path / name
+
+    @contextmanager
+    def holding(self, name: str) -> Iterator[Folder]:
+        """The folder that holds a file of the output until it is published, made where it is not there."""
+        with self.files.holding(name, _PRIVATE) as folder:
+            yield folder
+
+    def holds(self, name: str) -> bool:
+        """Whether a file of the output waits here for its publication."""
+        try:
+            with self.files.holding(name) as folder:
+                return folder.status(name.rpartition("/")[2]) is not None
+        except FileNotFoundError:
+            return False
+
+    def writer(self, name: str) -> RangeWriter:
+        """Open a file of the output for writing."""
+        with self.holding(name) as folder:
+            return RangeWriter(self.path(name), folder.open_own)
+
+    def direct_writer(self, name: str) -> DirectWriter:
+        """Open a file of the output for writing past the page cache."""
+        with self.holding(name) as folder:
+            return DirectWriter(self.path(name), folder.open_own)
+
+    def write_durably(self, name: str, data: bytes) -> None:
+        """Write a small file of the workspace in full under a fresh name, sync it, and give it its name."""
+        fresh = f"{name}.{secrets.token_hex(8)}.tmp"
+
+        def open_fresh(path: Path, flags: int, mode: int) -> int:
+            return self.root.open_own(path, flags | os.O_EXCL, mode)
+
+        with RangeWriter(self.root.path / fresh, open_fresh) as file:
+            file.allocate(len(data))
+            file.write_from(memoryview(data), 0)
+            file.sync()
+        self.root.replace(fresh, self.root, name)
+        self.root.sync()
 
     def clear(self) -> None:
         """Throw away everything that an unfinished run has written, but keep the lock."""
-        self.ready_manifest.unlink(missing_ok=True)
-        self.rejected_manifest.unlink(missing_ok=True)
-        self.journal.unlink(missing_ok=True)
-        if self.files.exists():
-            shutil.rmtree(self.files)
+        for name in (READY_NAME, REJECTED_NAME, JOURNAL_NAME):
+            self.root.unlink(name, missing_ok=True)
+        self.files.close()
+        self.root.remove_tree(_FILES)
+        self.files = self.root.enter(_FILES, _PRIVATE)
 
     def discard(self) -> None:
         """Remove the workspace with all that is in it.
@@ -71,37 +130,55 @@ class Workspace:
         It gets another name first: a run that waits for the lock then finds it gone rather than half removed,
         and what cannot be removed does not fail a finished run (NFS keeps the lock file until it is closed).
         """
-        discarded = self.output / DISCARDED_NAME
-        _remove_as_far_as_possible(discarded)
-        os.replace(self.root, discarded)
+        self._remove_discarded()
+        self.output.replace(WORKSPACE_NAME, self.output, DISCARDED_NAME)
         with suppress(OSError):
-            sync_folder(self.output)  # Else a power cut could bring it back half removed.
-        _remove_as_far_as_possible(discarded)
+            self.output.sync()  # Else a power cut could bring it back half removed.
+        self._remove_discarded()
+
+    def _remove_discarded(self) -> None:
+        with suppress(OSError):
+            self.output.remove_tree(DISCARDED_NAME)
 
 
-def _remove_as_far_as_possible(folder: Path) -> None:
-    with suppress(OSError):  # A failing close gets through ignore_errors.
-        shutil.rmtree(folder, ignore_errors=True)
+def _own_uid(output: Folder, root: Folder) -> int:
+    """The user that new files in the output belong to: on some file systems it is not the one of this process."""
+    status = root.status()
+    if status is not None and status.st_uid == os.geteuid():
+        return status.st_uid
+    name = f"{WORKSPACE_NAME}.{secrets.token_hex(8)}"
+    descriptor = output.open_own(output.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        output.unlink(name, missing_ok=True)
 
 
-def _acquire(path: Path) -> int:
-    """Open and lock a lock file that other runs may remove at any moment; the descriptor holds the lock."""
+def _acquire(output: Folder) -> tuple[Folder, int]:
+    """Open and lock a workspace that other runs may remove at any moment; the descriptor holds the lock."""
     for _ in range(_LOCK_ATTEMPTS):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:
-            continue  # Another run removed its workspace between the two calls.
-        try:
-            _lock(lock, path.parent.parent)
-            if _is_same_file(lock, path):
-                return lock
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
+        with suppress(FileNotFoundError):  # Another run removed its workspace meanwhile.
+            root = output.enter(WORKSPACE_NAME, _PRIVATE)
+            try:
+                lock = root.open_own(root.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+                try:
+                    _lock(lock, output.path)
+                    if _is_same(root.status(_LOCK), os.fstat(lock)) and _is_same(
+                        output.status(WORKSPACE_NAME), root.status()
+                    ):
+                        return root, lock
+                except BaseException:
+                    os.close(lock)
+                    raise
+                os.close(lock)
+            except BaseException:
+                root.close()
+                raise
+            root.close()
     raise RefusedError(
-        f"{path} is removed as fast as it is made: other conversions run in this folder. Wait.", code="locked"
+        f"{output.path / WORKSPACE_NAME} is removed as fast as it is made: other conversions run in this folder. Wait.",
+        code="locked",
     )
 
 
@@ -123,8 +200,5 @@ def _lock(descriptor: int, output: Path) -> None:
         ) from None
 
 
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+def _is_same(one: os.stat_result | None, other: os.stat_result | None) -> bool:
+    return one is not None and other is not None and os.path.samestat(one, other)

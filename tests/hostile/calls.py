@@ -102,10 +102,13 @@ def watch(monkeypatch: pytest.MonkeyPatch, root: Path) -> SystemCalls:
 
     def intercepted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            path = _path_of(arguments[0], keywords.get("dir_fd"))
+            path = _path_of(arguments[0], keywords.get("dir_fd", keywords.get("src_dir_fd")))
             if path is None or not path.startswith(str(root)):
                 return real(*arguments, **keywords)
-            made = Call(name, os.path.relpath(path, root), arguments)
+            told = arguments
+            if name == "replace":
+                told = (path, _path_of(arguments[1], keywords.get("dst_dir_fd")))
+            made = Call(name, os.path.relpath(path, root), told)
             return calls.intercept(made, lambda: real(*arguments, **keywords))
 
         return call

@@ -200,7 +200,7 @@ def test_a_lock_file_that_can_be_removed_only_once_it_is_closed(
     calls, kept = watch(monkeypatch, scratch), []
 
     def act(call: Call, proceed: Callable[[], Any]) -> Any:
-        if call.name == "unlink" and call.arguments[0] == "lock" and _is_open(call.path):
+        if call.name == "unlink" and call.path.endswith("/lock") and _is_open(call.path):
             kept.append(call)
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
         return proceed()
@@ -269,7 +269,7 @@ def test_a_segment_that_cannot_be_read_any_more_is_written_again(
     source: Path, expected: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = watch(monkeypatch, scratch)
-    calls.fail(lambda call: call.name == "replace" and call.path.endswith("manifest.json.tmp"), 0, errno.EIO)
+    calls.fail(lambda call: call.name == "replace" and "/manifest.json." in call.path, 0, errno.EIO)
     assert convert(source, scratch / "out").exit_code == 1
     unreadable = []
 

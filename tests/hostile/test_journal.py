@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deepinfer_prep.files.folders import Folder
 from deepinfer_prep.fp8 import CodeCounts
 from deepinfer_prep.writing.journal import Journal, SegmentDone, is_same_run, read_done, read_identity
 from deepinfer_prep.writing.output_bytes import Tally
@@ -21,7 +22,7 @@ def segment(number: int) -> SegmentDone:
 
 
 def write(path: Path, count: int) -> bytes:
-    journal = Journal(path, IDENTITY)
+    journal = Journal(Folder.open(path.parent), IDENTITY)
     journal.record(segment(number) for number in range(count))
     journal.close()
     return path.read_bytes()
@@ -29,11 +30,11 @@ def write(path: Path, count: int) -> bytes:
 
 def test_what_is_recorded_is_read(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    assert read_identity(path) is None
-    assert read_done(path) == {}
+    assert read_identity(Folder.open(path.parent)) is None
+    assert read_done(Folder.open(path.parent)) == {}
     write(path, 3)
-    assert is_same_run(read_identity(path), IDENTITY)
-    assert read_done(path) == {("a\n\U0001f9ee", number): segment(number) for number in range(3)}
+    assert is_same_run(read_identity(Folder.open(path.parent)), IDENTITY)
+    assert read_done(Folder.open(path.parent)) == {("a\n\U0001f9ee", number): segment(number) for number in range(3)}
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -49,14 +50,14 @@ def test_a_journal_cut_or_overwritten_anywhere_goes_on_from_its_last_whole_entry
     path.write_bytes(torn)
     same = [one == other for one, other in zip(torn.splitlines(True), whole.splitlines(True), strict=False)]
     intact = (*same, False).index(False)
-    kept = read_done(path)
+    kept = read_done(Folder.open(path.parent))
     assert list(kept) == [("a\n\U0001f9ee", number) for number in range(intact - 1)]
-    journal = Journal(path, IDENTITY)
+    journal = Journal(Folder.open(path.parent), IDENTITY)
     journal.record([segment(9)])
     journal.close()
     assert path.read_bytes().count(b"\n") == max(intact, 1) + 1
-    assert read_done(path) == {**kept, ("a\n\U0001f9ee", 9): segment(9)}
-    assert is_same_run(read_identity(path), IDENTITY)
+    assert read_done(Folder.open(path.parent)) == {**kept, ("a\n\U0001f9ee", 9): segment(9)}
+    assert is_same_run(read_identity(Folder.open(path.parent)), IDENTITY)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_an_entry_of_another_form_ends_the_journal(tmp_path: Path, line: bytes) 
     path = tmp_path / "journal"
     whole = write(path, 2)
     path.write_bytes(whole + line + b"\n" + whole.splitlines(keepends=True)[1])
-    assert len(read_done(path)) == 2
+    assert len(read_done(Folder.open(path.parent))) == 2
 
 
 @pytest.mark.parametrize("change", ["format", "identity", "first line"])
@@ -85,7 +86,7 @@ def test_a_journal_of_another_run_begins_anew(tmp_path: Path, change: str) -> No
     first = json.loads(lines[0])
     first["format" if change == "format" else "tool"] = 99
     path.write_text("".join([json.dumps(first) + "\n" if change != "first line" else "{torn\n", *lines[1:]]))
-    assert not is_same_run(read_identity(path), IDENTITY)
-    Journal(path, IDENTITY).close()
-    assert is_same_run(read_identity(path), IDENTITY)
-    assert read_done(path) == {}
+    assert not is_same_run(read_identity(Folder.open(path.parent)), IDENTITY)
+    Journal(Folder.open(path.parent), IDENTITY).close()
+    assert is_same_run(read_identity(Folder.open(path.parent)), IDENTITY)
+    assert read_done(Folder.open(path.parent)) == {}

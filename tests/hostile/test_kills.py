@@ -40,7 +40,7 @@ def writing(calls: SystemCalls) -> range:
 
 def publishing(calls: SystemCalls) -> range:
     """At which calls to kill it while it publishes."""
-    first = next(n for n, call in enumerate(calls.made) if call.path.endswith(f"{WORKSPACE}/manifest.json.tmp"))
+    first = next(n for n, call in enumerate(calls.made) if f"{WORKSPACE}/manifest.json." in call.path)
     return range(first, len(calls.made), max(1, STRIDE // 4))
 
 

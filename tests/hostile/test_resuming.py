@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from deepinfer_prep import Progress, convert_checkpoint
+from deepinfer_prep.files.folders import Folder
 from deepinfer_prep.writing import segment_writer
 from deepinfer_prep.writing.journal import Journal, read_done
 from tests.hostile.calls import Call, SystemCalls, watch
@@ -147,5 +148,5 @@ def test_what_a_stopped_run_recorded_is_found(
 ) -> None:
     calls = watch(monkeypatch, scratch)
     stop_at_publication(calls, source, scratch / "out")
-    done = read_done(scratch / "out" / WORKSPACE / "journal")
+    done = read_done(Folder.open(scratch / "out" / WORKSPACE))
     assert {name for name, _ in done} >= {"model-1.safetensors", "model-2.safetensors"}

@@ -52,7 +52,7 @@ def test_a_run_that_waited_at_the_lock_of_a_finished_one_does_not_keep_a_lost_lo
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with Workspace(output) as workspace:
-        lock = os.open(workspace.root / "lock", os.O_RDWR)
+        lock = os.open(workspace.root.path / "lock", os.O_RDWR)
         with pytest.raises(BlockingIOError):
             real(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(lock)
@@ -121,7 +121,7 @@ def test_processes_that_start_together(source: Path, scratch: Path) -> None:
 
 def test_a_killed_run_does_not_keep_its_lock(source: Path, scratch: Path) -> None:
     code = "import sys, os; from pathlib import Path; from deepinfer_prep.writing.workspace import Workspace\n"
-    code += "Workspace(Path(sys.argv[1])).journal.write_text('torn'); os.kill(os.getpid(), 9)"
+    code += "Workspace(Path(sys.argv[1])).root.path.joinpath('journal').write_text('torn'); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", code, str(scratch / "out")], check=False).returncode == -9
     assert (scratch / "out" / WORKSPACE / "lock").exists()
     assert convert(source, scratch / "out").exit_code == 0

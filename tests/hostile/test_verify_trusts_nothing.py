@@ -38,6 +38,7 @@ def test_an_output_of_an_output_is_no_correct_output(tmp_path: Path, monkeypatch
     """Its weights were halved twice, which only the first output's marks tell."""
     first = write(tmp_path / "source", **{"a.weight": WEIGHT, "a.weight_scale": ("F32", (1,), ONE_F32)})
     convert_checkpoint(first, tmp_path / "once")
+    (tmp_path / "once" / MANIFEST).unlink()
     monkeypatch.setattr("deepinfer_prep.planning.plan.find_refusals", lambda *arguments: ())
     convert_checkpoint(tmp_path / "once", tmp_path / "twice", overwrite=True)
     monkeypatch.undo()
