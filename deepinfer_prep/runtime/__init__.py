@@ -1,6 +1,6 @@
 """What serving code imports: loader, compiler set-up, compile backend and kernel dispatch.
 
-    from deepinfer_prep.runtime import fp8, gemm, load_weights, mhc
+    from deepinfer_prep.runtime import deepinfer, fp8, gemm, load_weights, mhc
 
 Sub-modules are imported when they are first asked for, so that what is not used costs nothing.
 """
@@ -25,7 +25,7 @@ if importlib.util.find_spec("deepinfer_prep.kernels") is None:
     )
 
 if TYPE_CHECKING:
-    from deepinfer_prep.runtime import fp8, gemm, mhc, neuron
+    from deepinfer_prep.runtime import deepinfer, fp8, gemm, mhc, neuron
     from deepinfer_prep.runtime.compiler import configure_compiler, describe
     from deepinfer_prep.runtime.load import LoadReport, load_weights, weights_iterator
     from deepinfer_prep.runtime.loading.assembly import Target
@@ -47,6 +47,7 @@ __all__ = [
     "Target",
     "WeightParts",
     "configure_compiler",
+    "deepinfer",
     "describe",
     "fp8",
     "gemm",

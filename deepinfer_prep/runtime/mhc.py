@@ -50,6 +50,15 @@ def split_fn(fn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return halves[0], halves[1]
 
 
+def attach_split(fn: torch.Tensor) -> None:
+    """Split a mixing matrix and attach the two matrices to it as `_nki_fn_hi` and `_nki_fn_lo`.
+
+    Raises:
+        deepinfer_prep.fp8.NoExactResultError: as `split_fn`.
+    """
+    _attach(fn, *split_fn(fn))
+
+
 def prepare_model(model: nn.Module) -> int:
     """Attach `_nki_fn_hi` and `_nki_fn_lo` to every 2-D float32 `...hc_attn_fn` and `...hc_ffn_fn`.
 
@@ -207,9 +216,8 @@ def _halves(fn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             )
         return hi, lo
     if hi is None or lo is None or hi.device != fn.device or getattr(fn, SPLIT_VERSION, _version(fn)) != _version(fn):
-        hi, lo = split_fn(fn)
-        _attach(fn, hi, lo)
-    return hi, lo
+        attach_split(fn)
+    return getattr(fn, HI), getattr(fn, LO)
 
 
 def _attach(fn: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> None:

@@ -83,15 +83,6 @@ def test_importing_the_package_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_loader_brings_in_neither_planner_nor_families_nor_writers():
-    code = "import sys, deepinfer_prep.runtime.load; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    names = [name for name in loaded if name.split(".")[0] == "deepinfer_prep"]
-    outside = [name for name in names if not name.startswith("deepinfer_prep.runtime")]
-    assert not {"planning", "families", "writing"} & {name.split(".")[1] for name in names if "." in name}
-    assert len(outside) <= 12, outside
-
-
 @pytest.mark.parametrize("module", ["runtime", "runtime.load", "runtime.deepinfer.fp8"])
 def test_without_torch_importing_the_runtime_names_what_to_install(module):
     code = f"import sys; sys.modules['torch'] = None; import deepinfer_prep.{module}"

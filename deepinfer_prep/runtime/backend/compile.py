@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +23,17 @@ from deepinfer_prep.runtime.backend.scope import Scope
 from deepinfer_prep.runtime.backend.static_shapes import has_symbolic_sizes, make_static
 from deepinfer_prep.runtime.backend.storage.aliasing import refuse_overlapping_writes
 from deepinfer_prep.runtime.backend.storage.layout_graph import copy_graph
-from deepinfer_prep.runtime.backend.storage.outputs import plan_outputs, restore_outputs, separate_outputs
+from deepinfer_prep.runtime.backend.storage.outputs import OutputView, plan_outputs, restore_outputs, separate_outputs
 from deepinfer_prep.runtime.backend.storage.variants import Variants
 from deepinfer_prep.runtime.backend.subgraphs import graph_modules
+
+
+@dataclass(frozen=True, slots=True)
+class Legalized:
+    """What has to be done with the results of a graph that was rewritten."""
+
+    outputs: Sequence[OutputView]
+    cuts_gradient: bool
 
 
 def compile_graph(
@@ -48,6 +57,29 @@ def _compile_bytes(
 ) -> Callable[..., Any]:
     report = Report(settings.dump_dir)
     report.before(module)
+    legalized = legalize_in_place(module, with_fp8)
+
+    def compile_checked(graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        report.after(graph)
+        if not switched_off(SKIP_CHECK):
+            check(graph)
+        return compile_downstream(settings, graph, examples)
+
+    with torch.no_grad() if legalized.cuts_gradient else contextlib.nullcontext():
+        compiled = Variants(module, compile_checked).compile_first(example_inputs, _aot_mode())
+    run = restore_outputs(compiled, legalized.outputs)
+    return without_gradient(run, legalized.outputs) if legalized.cuts_gradient else run
+
+
+def legalize_in_place(module: GraphModule, with_fp8: set[int]) -> Legalized:
+    """Rewrite a Dynamo graph and all graphs nested in it so that every fp8 value is carried as uint8.
+
+    Args:
+        with_fp8: what `modules_with_fp8` found.
+
+    Raises:
+        LegalizationError: an input or an operation has no exact form on bytes.
+    """
     input_checks.require_supported_inputs(module)
     outputs = plan_outputs(module)
     tracing_mode = _tracing_mode(module)
@@ -59,18 +91,7 @@ def _compile_bytes(
     for scope in scopes:
         scope.finish()
         refuse_overlapping_writes(scope.module)
-
-    def compile_checked(graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        report.after(graph)
-        if not switched_off(SKIP_CHECK):
-            check(graph)
-        return compile_downstream(settings, graph, examples)
-
-    cuts_gradient = any(scope.cuts_gradient for scope in scopes)
-    with torch.no_grad() if cuts_gradient else contextlib.nullcontext():
-        compiled = Variants(module, compile_checked).compile_first(example_inputs, _aot_mode())
-    run = restore_outputs(compiled, outputs)
-    return without_gradient(run, outputs) if cuts_gradient else run
+    return Legalized(outputs, any(scope.cuts_gradient for scope in scopes))
 
 
 def _tracing_mode(module: GraphModule) -> FakeTensorMode:
