@@ -207,8 +207,7 @@ def _add_statement(
         exec(line, state)
     except (RuntimeError, IndexError, NotImplementedError, ValueError, TypeError):
         return
-    result = state.get(name)
-    if kind and result.numel() > 4096:
+    if kind and state[name].numel() > 4096:
         return
     program.lines.append(line)
     if kind:
