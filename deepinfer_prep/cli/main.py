@@ -14,7 +14,7 @@ from deepinfer_prep._version import __version__
 from deepinfer_prep.cli.console import EXIT_FAILED, emit, progress_display, reported_errors
 
 if TYPE_CHECKING:
-    from deepinfer_prep.options import ActivationScaleRule, Options, UnscaledRule
+    from deepinfer_prep.options import ActivationScaleRule, ImplausibleRule, Options, UnscaledRule
 
 _CHECKPOINT = click.Path(path_type=Path)
 _MIN_CHUNK = 64 * 1024
@@ -67,6 +67,17 @@ def _parse_maps(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     return value
 
 
+def _parse_blocks(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    from deepinfer_prep.families.user_map import parse_block
+
+    try:
+        for text in value:
+            parse_block(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
+
+
 _PLAN_OPTIONS = (
     click.option(
         "--map",
@@ -75,7 +86,17 @@ _PLAN_OPTIONS = (
         multiple=True,
         callback=_parse_maps,
         help="Pair weights and scales by name patterns, before any rule of a family. * stands for any characters; the "
-        "n-th * of SCALE takes what the n-th * of WEIGHT matched: '*.weight=*.weight_qscale'. May be repeated.",
+        "n-th * of SCALE takes what the n-th * of WEIGHT matched: '*.weight=*.weight_qscale'. :e8m0 after SCALE says "
+        "that its U8 bytes are exponents. May be repeated.",
+    ),
+    click.option(
+        "--block",
+        "blocks",
+        metavar="WEIGHT=ROWSxCOLUMNS",
+        multiple=True,
+        callback=_parse_blocks,
+        help="State how many rows and columns of a weight one value of its scale covers, where no config does: "
+        "'*.down_proj.weight=128x128'. May be repeated.",
     ),
     click.option(
         "--unscaled",
@@ -93,9 +114,16 @@ _PLAN_OPTIONS = (
     click.option(
         "--activation-scales",
         type=click.Choice(["keep", "double"]),
-        default="keep",
+        default="double",
         show_default=True,
-        help="What to do with static scales of activations and of the KV cache.",
+        help="What to do with static scales of e4m3 activations and of an fp8 KV cache.",
+    ),
+    click.option(
+        "--implausible-scales",
+        type=click.Choice(["refuse", "accept"]),
+        default="refuse",
+        show_default=True,
+        help="What to do where scale x code gives weights of a size that no model has.",
     ),
 )
 
@@ -107,15 +135,25 @@ def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
     def with_options(
         *,
         maps: tuple[str, ...],
+        blocks: tuple[str, ...],
         unscaled: UnscaledRule,
         split: tuple[str, ...],
         activation_scales: ActivationScaleRule,
+        implausible_scales: ImplausibleRule,
         strict: bool = False,
         **arguments: object,
     ) -> None:
         from deepinfer_prep.options import Options
 
-        options = Options(strict=strict, maps=maps, unscaled=unscaled, split=split, activation_scales=activation_scales)
+        options = Options(
+            strict=strict,
+            maps=maps,
+            blocks=blocks,
+            unscaled=unscaled,
+            split=split,
+            activation_scales=activation_scales,
+            implausible_scales=implausible_scales,
+        )
         command(options=options, **arguments)
 
     for option in reversed(_PLAN_OPTIONS):

@@ -1,6 +1,7 @@
 """How each checkpoint family pairs a weight with its scale; one small file a family.
 
-A new family is a module with a function `layout(checkpoint)` of the form `protocol.Family`, and a row in `FAMILIES`.
+A new family is a module with a function `layout(checkpoint, quantization)` of the form `protocol.Family`, and a row in
+`FAMILIES`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from deepinfer_prep.families import (
     deepseek_v4,
     fbgemm,
     fine_grained,
+    fp8_as_bytes,
     mistral_native,
     modelopt,
     nvfp4,
     quark,
     shared_tables,
+    tensorrt_llm,
     torchao,
     transformer_engine,
     weight_scale,
 )
 from deepinfer_prep.families.combine import combine
 from deepinfer_prep.families.protocol import Family, Layout
-from deepinfer_prep.families.user_map import map_scales
+from deepinfer_prep.families.quantization_config import Quantization
+from deepinfer_prep.families.user_map import map_scales, state_blocks
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.quantized import QuantizedWeight
 
@@ -39,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     quark.layout,
     fbgemm.layout,
     mistral_native.layout,
+    tensorrt_llm.layout,
     comfyui.layout,
     deepseek_v4.layout,
     deepseek_inference.layout,
@@ -49,16 +54,20 @@ FAMILIES: tuple[Family, ...] = (
     copied_as_is.mxfp4_layout,
     transformer_engine.layout,
     copied_as_is.e5m2_layout,
+    fp8_as_bytes.layout,
 )
 """In the order in which they are asked: where two pair a weight with one scale, the first one's block counts.
 Families that a config names stand before those that only tensor names show."""
 
 
-def read_layout(checkpoint: Checkpoint, maps: Iterable[str] = ()) -> Layout:
-    """The layout of a checkpoint: what `maps` (--map) pairs, then what the families find.
+def read_layout(checkpoint: Checkpoint, maps: Iterable[str] = (), blocks: Iterable[str] = ()) -> Layout:
+    """The layout of a checkpoint: what `maps` (--map) pairs, then what the families find, in blocks as stated.
 
     Raises:
-        ValueError: a map is not of the form WEIGHT=SCALE.
+        ValueError: a map is not of the form WEIGHT=SCALE, or a block (--block) not of WEIGHT=ROWSxCOLUMNS.
     """
-    found = (layout(checkpoint) for layout in FAMILIES)
-    return combine(checkpoint, map_scales(checkpoint, maps), [layout for layout in found if layout is not None])
+    quantization = Quantization(checkpoint)
+    found = (layout(checkpoint, quantization) for layout in FAMILIES)
+    mapped = map_scales(checkpoint, quantization, maps)
+    layout = combine(checkpoint, quantization, mapped, [layout for layout in found if layout is not None])
+    return state_blocks(checkpoint, layout, blocks)

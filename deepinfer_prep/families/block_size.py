@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepinfer_prep.families.quantization_config import Block
+from deepinfer_prep.families.schemes import Block, Scheme
 from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.quantized import Element, grid_shape, matrix_shape
 
@@ -15,6 +17,37 @@ class Blocks:
 
     size: Block | None
     problem: str = ""
+
+
+def explain(weight: TensorInfo, scale: TensorInfo, schemes: Sequence[Scheme], element: Element = "e4m3") -> Blocks:
+    """The block of a weight from what the configs say: the first statement that its scale's shape bears out.
+
+    Where none is borne out, the block is not known and the first statement is the problem. Without a statement only
+    a shape that cannot mean anything else tells the block.
+    """
+    if len(weight.shape) < 2:
+        return not_a_matrix(weight)
+    found = [_by_scheme(weight, scale, scheme, element) for scheme in schemes or [Scheme()]]
+    return next((blocks for blocks in found if blocks.size is not None), found[0])
+
+
+def _by_scheme(weight: TensorInfo, scale: TensorInfo, scheme: Scheme, element: Element) -> Blocks:
+    columns = matrix_shape(weight.shape, element)[1]
+    unlike = Blocks(None, f"{scheme.says}, but the scale has the shape {list(scale.shape)}")
+    match scheme.strategy:
+        case "unknown":
+            return Blocks(None, scheme.says)
+        case "tensor":
+            return per_tensor(weight, scale, element) or unlike
+        case "row":
+            is_row = scale.shape in (weight.shape[:-1], (*weight.shape[:-1], 1))
+            return Blocks((1, max(1, columns))) if is_row else unlike
+        case "block" if scheme.block is not None:
+            if fits(weight, scale, element, scheme.block):
+                return Blocks(scheme.block)
+            return Blocks(None, grid_problem(weight, scale, element, scheme.block))
+        case _:
+            return known_blocks(weight, scale, scheme.block, element)
 
 
 def known_blocks(weight: TensorInfo, scale: TensorInfo, stated: Block | None, element: Element = "e4m3") -> Blocks:
@@ -55,10 +88,20 @@ def per_row(weight: TensorInfo, scale: TensorInfo, element: Element = "e4m3") ->
 
 
 def fits(weight: TensorInfo, scale: TensorInfo, element: Element, block: Block) -> bool:
-    """Whether a scale tensor has exactly the grid that these blocks give, leading axes included."""
-    if len(weight.shape) < 2 or len(scale.shape) != len(weight.shape):
+    """Whether a scale has exactly the grid that these blocks give, leading axes included; more axes have to be 1."""
+    if len(weight.shape) < 2:
         return False
-    return scale.shape == (*weight.shape[:-2], *grid_shape(*matrix_shape(weight.shape, element), block))
+    expected = (*weight.shape[:-2], *grid_shape(*matrix_shape(weight.shape, element), block))
+    if scale.elements == 1 == math.prod(expected):
+        return True
+    if len(scale.shape) <= len(weight.shape):
+        return scale.shape == expected
+    return _squeezed(scale.shape) == _squeezed(expected)
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without axes of 1: [n/128, 1, k/128, 1] is the grid [n/128, k/128]."""
+    return tuple(size for size in shape if size != 1)
 
 
 def grid_problem(weight: TensorInfo, scale: TensorInfo, element: Element, block: Block) -> str:

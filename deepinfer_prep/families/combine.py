@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deepinfer_prep.families.activation_scales import find_activation_scales
+from deepinfer_prep.families.other_factors import find_other_factors
 from deepinfer_prep.families.protocol import Layout, Unpaired, fp8_names
+from deepinfer_prep.families.quantization_config import Quantization
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.quantized import QuantizedWeight
 
@@ -18,7 +20,7 @@ NO_SCALE = Unpaired(
 )
 
 
-def combine(checkpoint: Checkpoint, mapped: Layout, layouts: Iterable[Layout]) -> Layout:
+def combine(checkpoint: Checkpoint, quantization: Quantization, mapped: Layout, layouts: Iterable[Layout]) -> Layout:
     """One layout of the whole checkpoint; where the user paired a weight (`mapped`), no family is heard about it.
 
     A weight takes the scale and block of the first family that pairs it. If another family pairs it with another
@@ -36,14 +38,18 @@ def combine(checkpoint: Checkpoint, mapped: Layout, layouts: Iterable[Layout]) -
     markers = tuple(name for part in parts for name in part.markers)
     open_names = [name for name in fp8_names(checkpoint) if name not in chosen and name not in markers]
     weights = tuple(chosen[name] for name in checkpoint.tensors if name in chosen)
+    activation_scales = find_activation_scales(checkpoint, quantization, weights)
+    claimed = {name for weight in weights for name in (weight.weight, weight.scale)} | {*activation_scales, *markers}
+    factors = find_other_factors(checkpoint, weights, claimed, {weight.weight for weight in mapped.weights})
     return Layout(
         family=_family_name(parts, chosen, frozenset(open_names)),
         weights=weights,
         unpaired={name: known.get(name, NO_SCALE) for name in open_names},
         markers=markers,
-        activation_scales=find_activation_scales(checkpoint, weights),
-        refusals=tuple(refusal for part in parts for refusal in part.refusals),
-        warnings=tuple(warning for part in parts for warning in part.warnings),
+        activation_scales=activation_scales,
+        zero_points=factors.zero_points,
+        refusals=(*(refusal for part in parts for refusal in part.refusals), *factors.refusals),
+        warnings=(*(warning for part in parts for warning in part.warnings), *factors.warnings),
     )
 
 
@@ -74,6 +80,7 @@ def _family_name(parts: Iterable[Layout], chosen: dict[str, QuantizedWeight], un
         part.family
         for part in parts
         if part.markers
+        or part.refusals
         or part.warnings
         or not unpaired.isdisjoint(part.unpaired)
         or any(chosen.get(weight.weight) is weight for weight in part.weights)

@@ -7,12 +7,13 @@ Trainium2 computes with e5m2 as OCP defines it. MXFP4 experts are `x_blocks` (U8
 from __future__ import annotations
 
 from deepinfer_prep.families.protocol import Layout
+from deepinfer_prep.families.quantization_config import Quantization
 from deepinfer_prep.files.checkpoint import Checkpoint
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
-def e5m2_layout(checkpoint: Checkpoint) -> Layout | None:
+def e5m2_layout(checkpoint: Checkpoint, _: Quantization) -> Layout | None:
     """Recognise tensors of the header dtype F8_E5M2, which occur most often in diffusion models."""
     names = [name for name, tensor in checkpoint.tensors.items() if tensor.dtype == "F8_E5M2"]
     if not names:
@@ -24,7 +25,7 @@ def e5m2_layout(checkpoint: Checkpoint) -> Layout | None:
     return Layout("e5m2", warnings=(warning,))
 
 
-def mxfp4_layout(checkpoint: Checkpoint) -> Layout | None:
+def mxfp4_layout(checkpoint: Checkpoint, _: Quantization) -> Layout | None:
     """Recognise experts in MXFP4 by a U8 tensor `x_blocks` with a U8 tensor `x_scales`."""
     names = [name for name in checkpoint.tensors if _is_mxfp4(checkpoint, name)]
     if not names:

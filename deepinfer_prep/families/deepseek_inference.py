@@ -9,7 +9,8 @@ from __future__ import annotations
 from deepinfer_prep.families.block_size import fits
 from deepinfer_prep.families.pairing import beside
 from deepinfer_prep.families.protocol import Layout, Unpaired, fp8_names
-from deepinfer_prep.families.quantization_config import Block, stated_block
+from deepinfer_prep.families.quantization_config import Quantization
+from deepinfer_prep.families.schemes import Block
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.quantized import FLOAT_DTYPES, QuantizedWeight
@@ -24,16 +25,17 @@ _MAY_DIVIDE = Unpaired(
 )
 
 
-def layout(checkpoint: Checkpoint) -> Layout | None:
+def layout(checkpoint: Checkpoint, quantization: Quantization) -> Layout | None:
     """Recognise weights by a float tensor `x.scale` beside the fp8 tensor `x.weight`."""
-    block = stated_block(checkpoint.quantization) or _FORMAT_BLOCK
     weights: list[QuantizedWeight] = []
     unpaired: dict[str, Unpaired] = {}
     for name in fp8_names(checkpoint):
         scale = checkpoint.tensors.get(beside(name, "scale"))
         if name.rpartition(".")[2] != "weight" or scale is None or scale.dtype not in FLOAT_DTYPES:
             continue
-        if _is_grid(checkpoint.tensors[name], scale, block):
+        candidates = quantization.stated_blocks(name) or [_FORMAT_BLOCK]
+        block = next((block for block in candidates if _is_grid(checkpoint.tensors[name], scale, block)), None)
+        if block is not None:
             weights.append(QuantizedWeight(name, scale.name, "e4m3", block))
         else:
             unpaired[name] = _MAY_DIVIDE
@@ -41,4 +43,4 @@ def layout(checkpoint: Checkpoint) -> Layout | None:
 
 
 def _is_grid(weight: TensorInfo, scale: TensorInfo, block: Block) -> bool:
-    return len(weight.shape) == 2 and fits(weight, scale, "e4m3", block)
+    return len(weight.shape) == 2 == len(scale.shape) and fits(weight, scale, "e4m3", block)

@@ -11,21 +11,20 @@ from collections.abc import Iterator
 from deepinfer_prep.families.block_size import fits, grid_problem
 from deepinfer_prep.families.pairing import beside
 from deepinfer_prep.families.protocol import Layout
-from deepinfer_prep.families.quantization_config import Block, stated_block
+from deepinfer_prep.families.quantization_config import Quantization
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.quantized import Element, QuantizedWeight
 
 _NAME = "deepseek-v4"
 _ELEMENTS: dict[str, Element] = {"F8_E4M3": "e4m3", "I8": "e2m1"}
-_FORMAT_BLOCKS = ((32, 32), (128, 128))
+_FORMAT_BLOCKS = [(32, 32), (128, 128)]
 _ROW_BLOCK = (1, 32)
 
 
-def layout(checkpoint: Checkpoint) -> Layout | None:
+def layout(checkpoint: Checkpoint, quantization: Quantization) -> Layout | None:
     """Recognise weights by an e8m0 tensor `x.scale` beside `x.weight` in fp8 or fp4: no other family has it."""
-    stated = stated_block(checkpoint.quantization)
-    weights = tuple(_weight(weight, scale, stated) for weight, scale in _pairs(checkpoint))
+    weights = tuple(_weight(weight, scale, quantization) for weight, scale in _pairs(checkpoint))
     return Layout(_NAME, weights) if weights else None
 
 
@@ -37,12 +36,12 @@ def _pairs(checkpoint: Checkpoint) -> Iterator[tuple[TensorInfo, TensorInfo]]:
                 yield tensor, scale
 
 
-def _weight(weight: TensorInfo, scale: TensorInfo, stated: Block | None) -> QuantizedWeight:
+def _weight(weight: TensorInfo, scale: TensorInfo, quantization: Quantization) -> QuantizedWeight:
     element = _ELEMENTS[weight.dtype]
     if element == "e2m1" or fits(weight, scale, element, _ROW_BLOCK):
-        candidates: tuple[Block, ...] = (_ROW_BLOCK,)
+        candidates = [_ROW_BLOCK]
     else:
-        candidates = (stated,) if stated is not None else _FORMAT_BLOCKS
+        candidates = quantization.stated_blocks(weight.name) or _FORMAT_BLOCKS
     block = next((block for block in candidates if fits(weight, scale, element, block)), None)
     problem = "" if block else grid_problem(weight, scale, element, candidates[0])
     is_table = weight.name.endswith("engram.embed.weight")

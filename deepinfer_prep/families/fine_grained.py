@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepinfer_prep.families.block_size import fits, known_blocks
+from deepinfer_prep.families.block_size import fits
 from deepinfer_prep.families.pairing import appended, pair_weights
 from deepinfer_prep.families.protocol import Layout
-from deepinfer_prep.families.quantization_config import stated_block, states_exponents
+from deepinfer_prep.families.quantization_config import Quantization
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.quantized import QuantizedWeight
 
@@ -21,15 +21,9 @@ _NAME = "fine-grained-fp8"
 _FP4_BLOCK = (1, 32)
 
 
-def layout(checkpoint: Checkpoint) -> Layout | None:
+def layout(checkpoint: Checkpoint, quantization: Quantization) -> Layout | None:
     """Recognise weights by `weight_scale_inv`; the config only tells block sizes and what U8 scales mean."""
-    stated, is_exponent = stated_block(checkpoint.quantization), states_exponents(checkpoint.quantization)
-    pairs = pair_weights(
-        checkpoint,
-        lambda name: appended(name, "_scale_inv"),
-        lambda weight, scale: known_blocks(weight, scale, stated),
-        has_exponents=lambda _: is_exponent,
-    )
+    pairs = pair_weights(checkpoint, quantization, lambda name: appended(name, "_scale_inv"))
     weights = (*pairs.weights, *_fp4_weights(checkpoint))
     return Layout(_NAME, weights, pairs.unpaired) if weights or pairs.unpaired else None
 
@@ -37,6 +31,6 @@ def layout(checkpoint: Checkpoint) -> Layout | None:
 def _fp4_weights(checkpoint: Checkpoint) -> Iterator[QuantizedWeight]:
     for name, tensor in checkpoint.tensors.items():
         if tensor.dtype == "I8":
-            scale = checkpoint.tensors.get(appended(name, "_scale_inv") or "")
-            if scale is not None and scale.dtype == "F8_E8M0" and fits(tensor, scale, "e2m1", _FP4_BLOCK):
-                yield QuantizedWeight(name, scale.name, "e2m1", _FP4_BLOCK)
+            for scale in (checkpoint.tensors.get(found) for found in appended(name, "_scale_inv")):
+                if scale is not None and scale.dtype == "F8_E8M0" and fits(tensor, scale, "e2m1", _FP4_BLOCK):
+                    yield QuantizedWeight(name, scale.name, "e2m1", _FP4_BLOCK)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from deepinfer_prep.families.pairing import beside
 from deepinfer_prep.families.protocol import Layout, Unpaired, fp8_names
+from deepinfer_prep.families.quantization_config import Quantization
 from deepinfer_prep.files.checkpoint import Checkpoint
 
 _NAME = "nvfp4"
@@ -17,7 +18,7 @@ _IS_SCALE = Unpaired(
 )
 
 
-def layout(checkpoint: Checkpoint) -> Layout | None:
+def layout(checkpoint: Checkpoint, _: Quantization) -> Layout | None:
     """Recognise block scales: an F8_E4M3 `weight_scale` beside a U8 `weight` or `weight_packed`."""
     scales = {name: _IS_SCALE for name in fp8_names(checkpoint) if _is_scale(checkpoint, name)}
     return Layout(_NAME, unpaired=scales) if scales else None

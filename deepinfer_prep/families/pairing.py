@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from deepinfer_prep.families.block_size import Blocks
 from deepinfer_prep.families.protocol import Unpaired, fp8_names
+from deepinfer_prep.families.quantization_config import Quantization
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.quantized import FLOAT_DTYPES, QuantizedWeight
 
-ScaleName = Callable[[str], str | None]
-"""Weight name -> the name that its scale would have; None for names that are not of the family."""
-
-BlocksOf = Callable[[TensorInfo, TensorInfo], Blocks]
-"""(weight, scale) -> how many rows and columns of the weight one value of the scale covers."""
+ScaleNames = Callable[[str], Iterable[str]]
+"""Weight name -> the names that its scale may have; none for tensors that are not of the family."""
 
 
 class Pairs(NamedTuple):
@@ -27,31 +24,32 @@ class Pairs(NamedTuple):
 
 def pair_weights(
     checkpoint: Checkpoint,
-    scale_name: ScaleName,
-    blocks_of: BlocksOf,
+    quantization: Quantization,
+    scale_names: ScaleNames,
     *,
-    has_exponents: Callable[[str], bool],
+    also_exponents: Callable[[str], bool] = lambda _: False,
     no_kernel_scale: str = "",
 ) -> Pairs:
     """Pair every fp8 weight whose scale, by name, is in the checkpoint; the others are left to other families.
 
+    A weight with several such scales is paired with each, which leaves it ambiguous.
+
     Args:
-        has_exponents: whether the config says that a weight's U8 scale is e8m0.
+        also_exponents: whether something other than the configs says that a weight's U8 scale is e8m0.
         no_kernel_scale: the reason why no kernel takes these weights.
     """
     weights: list[QuantizedWeight] = []
     unpaired: dict[str, Unpaired] = {}
     for name in fp8_names(checkpoint):
-        wanted = scale_name(name)
-        scale = checkpoint.tensors.get(wanted) if wanted is not None else None
-        if scale is None:
-            continue
-        problem = scale_problem(scale, scale.dtype == "U8" and has_exponents(name))
-        if problem is not None:
-            unpaired[name] = problem
-            continue
-        blocks = blocks_of(checkpoint.tensors[name], scale)
-        weights.append(QuantizedWeight(name, scale.name, "e4m3", blocks.size, blocks.problem, no_kernel_scale))
+        for scale in (checkpoint.tensors[found] for found in scale_names(name) if found in checkpoint.tensors):
+            problem = scale_problem(
+                scale, scale.dtype == "U8" and (quantization.has_exponents(name) or also_exponents(name))
+            )
+            if problem is not None:
+                unpaired[name] = problem
+                continue
+            blocks = quantization.blocks(checkpoint.tensors[name], scale)
+            weights.append(QuantizedWeight(name, scale.name, "e4m3", blocks.size, blocks.problem, no_kernel_scale))
     return Pairs(tuple(weights), unpaired)
 
 
@@ -61,15 +59,18 @@ def beside(name: str, last: str) -> str:
     return f"{module}.{last}" if module else last
 
 
-def appended(name: str, suffix: str) -> str | None:
-    """The name of a weight's scale where it is the weight's own name with a suffix; None for what is no weight.
+def appended(name: str, *suffixes: str) -> Iterator[str]:
+    """The names that a weight's scale has where it is the weight's own name with a suffix.
 
-    appended("x.weight", "_scale") is "x.weight_scale". Fused and stacked experts hold parameters of other
-    names: appended("x.experts.down_proj", "_scale_inv") is "x.experts.down_proj_scale_inv".
+    appended("x.weight", "_scale") gives "x.weight_scale". Fused and stacked experts are parameters of other names:
+    appended("x.experts.down_proj", "_scale") gives "x.experts.down_proj_scale" and ..."_weight_scale", and
+    appended("x.experts.w13_weight", "_scale") "x.experts.w13_weight_scale".
     """
-    module, _, last = name.rpartition(".")
-    stacked = module.rpartition(".")[2] == "experts"
-    return name + suffix if stacked or last == "weight" or last.endswith("_weight") else None
+    is_weight = name == "weight" or name.endswith((".weight", "_weight"))
+    for suffix in suffixes:
+        yield name + suffix
+        if not is_weight:
+            yield f"{name}_weight{suffix}"
 
 
 def scale_problem(scale: TensorInfo, has_exponents: bool) -> Unpaired | None:
@@ -86,6 +87,6 @@ def scale_problem(scale: TensorInfo, has_exponents: bool) -> Unpaired | None:
         return None
     return Unpaired(
         f"have a scale `{last}` of dtype U8, and the config does not say what its bytes mean",
-        'If they are e8m0 exponents, state "scale_fmt": "ue8m0" in the quantization_config of config.json; '
-        "read as numbers they would be wrong by many orders of magnitude.",
+        'If they are e8m0 exponents, state "scale_fmt": "ue8m0" in the quantization_config of config.json, or say it '
+        f"with --map '*.weight=*.{last}:e8m0'. Read as numbers they would be wrong by many orders of magnitude.",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from deepinfer_prep.families.quantization_config import Quantization
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.quantized import FP8_DTYPE, QuantizedWeight
 
@@ -28,12 +29,14 @@ class Layout:
     markers: tuple[str, ...] = ()
     """F8_E4M3 tensors that hold no values, only tell a loader something; copied."""
     activation_scales: tuple[str, ...] = ()
-    """Static scales of activations and of the KV cache; halving weights never touches them."""
+    """Static scales of e4m3 activations and of an fp8 KV cache."""
+    zero_points: tuple[str, ...] = ()
+    """Tensors that have to be all zero: halving keeps code x scale and not (code - zero point) x scale."""
     refusals: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
-Family = Callable[[Checkpoint], Layout | None]
+Family = Callable[[Checkpoint, Quantization], Layout | None]
 """One checkpoint family: says from headers and config which tensors it stores, and how; None where it stores none.
 
 Several families may read different tensors of one checkpoint; a weight that two of them pair with different scales

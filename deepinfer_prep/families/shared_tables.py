@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from deepinfer_prep.families.block_size import known_blocks
 from deepinfer_prep.families.pairing import pair_weights
 from deepinfer_prep.families.protocol import Layout
+from deepinfer_prep.families.quantization_config import Quantization
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.quantized import FP8_DTYPE
 
@@ -14,14 +14,13 @@ _NAME = "shared-table"
 _PART = re.compile(r"(?P<table>.+)\.(?:shards\.|shard_)\d+\.weight", re.DOTALL)
 
 
-def layout(checkpoint: Checkpoint) -> Layout | None:
+def layout(checkpoint: Checkpoint, quantization: Quantization) -> Layout | None:
     """Recognise tables whose scale is one value and whose parts are all fp8."""
     covered = _tables(checkpoint)
     pairs = pair_weights(
         checkpoint,
-        lambda name: covered.get(name),
-        lambda weight, scale: known_blocks(weight, scale, None),
-        has_exponents=lambda _: False,
+        quantization,
+        lambda name: [covered[name]] if name in covered else [],
         no_kernel_scale="it is a look-up table, not the operand of a GEMM",
     )
     return Layout(_NAME, pairs.weights, pairs.unpaired) if any(pairs) else None

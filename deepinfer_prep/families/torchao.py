@@ -13,7 +13,8 @@ from typing import Any
 from deepinfer_prep.families.block_size import Blocks, fits, grid_problem, per_row, per_tensor
 from deepinfer_prep.families.pairing import scale_problem
 from deepinfer_prep.families.protocol import Layout, Unpaired, fp8_names
-from deepinfer_prep.families.quantization_config import as_block
+from deepinfer_prep.families.quantization_config import Quantization
+from deepinfer_prep.families.schemes import as_block
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.files.untrusted import CONFIG, JsonError, parse_object
@@ -24,7 +25,7 @@ _DATA, _SCALE = "_qdata", "_scale"
 _MULTIPLYING = ("Float8Tensor", "MXTensor")
 
 
-def layout(checkpoint: Checkpoint) -> Layout | None:
+def layout(checkpoint: Checkpoint, _: Quantization) -> Layout | None:
     """Recognise a checkpoint by the metadata of its headers, which describes every fp8 tensor."""
     described = _descriptions(checkpoint)
     if not described:

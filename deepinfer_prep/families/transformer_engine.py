@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from deepinfer_prep.families.pairing import beside
 from deepinfer_prep.families.protocol import Layout, Unpaired, fp8_names
+from deepinfer_prep.families.quantization_config import Quantization
 from deepinfer_prep.files.checkpoint import Checkpoint
 
 _NAME = "transformer-engine"
@@ -16,7 +17,7 @@ _OPAQUE = Unpaired(
 )
 
 
-def layout(checkpoint: Checkpoint) -> Layout | None:
+def layout(checkpoint: Checkpoint, _: Quantization) -> Layout | None:
     """Recognise weights by a tensor `_extra_state` in the same module."""
     names = [name for name in fp8_names(checkpoint) if beside(name, "_extra_state") in checkpoint.tensors]
     return Layout(_NAME, unpaired=dict.fromkeys(names, _OPAQUE)) if names else None

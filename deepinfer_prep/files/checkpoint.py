@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,16 @@ from deepinfer_prep.errors import CheckpointError, list_some
 from deepinfer_prep.files.completeness import check_complete, explain_no_shards, explain_no_source
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
 from deepinfer_prep.files.source_files import OtherFile, check_is_text, exists, find_others
-from deepinfer_prep.files.storage import FileState, Place
+from deepinfer_prep.files.storage import FileState, Place, open_reader
 from deepinfer_prep.files.untrusted import CONFIG, INDEX, JsonError, Limits, name_problem, read_object, shorten
 from deepinfer_prep.naming import INDEX_SUFFIX, PREFERRED_INDEX, SHARD_SUFFIX, WORKSPACE_NAME
 from deepinfer_prep.quantized import FLOAT_DTYPES
 
-# Multimodal models nest the language model's config; old compressed-tensors releases wrote another key.
-_NESTED_CONFIGS = ("text_config", "language_config", "llm_config")
 # Names of the files that one rank of a distributed run wrote: model0-mp8, tp1_sharded_checkpoint, model-rank-0-part-1.
 _RANK = re.compile(r"(?<![a-z])(?:rank[-_.]?|tp|pp|ep|mp|model(?=[0-9]+-mp)|part[-_.]?)[0-9]+")
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_CONFIG_NAMES = ("config.json", "hf_quant_config.json", "params.json")
 _MOST_NAMES = 10
+_MOST_TEXT_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,15 @@ class Checkpoint:
     """Every tensor by name; the offsets are those in its own shard."""
     shard_of: Mapping[str, int]
     """Tensor name -> position in `shards`."""
-    config: Mapping[str, Any]
-    """config.json, or an empty map."""
+    configs: Mapping[str, Mapping[str, Any]]
+    """config.json and the other JSON files beside the shards that may describe the quantization, by name."""
     others: tuple[OtherFile, ...]
     warnings: tuple[str, ...]
 
     @property
-    def quantization(self) -> Mapping[str, Any]:
-        """What config.json says of quantization, under any of the names and places in use, or an empty map."""
-        for place in (self.config, *(self.config.get(key) for key in _NESTED_CONFIGS)):
-            for key in _QUANTIZATION_KEYS:
-                if isinstance(place, dict) and isinstance(place.get(key), dict):
-                    return dict(place[key])
-        return {}
+    def config(self) -> Mapping[str, Any]:
+        """config.json, or an empty map."""
+        return self.configs.get("config.json", {})
 
     def where(self, tensor: str) -> str:
         """A tensor with its file, for messages."""
@@ -79,7 +75,7 @@ def open_checkpoint(path: Place) -> Checkpoint:
         raise explain_no_source(path)
     if not path.is_dir():
         check_is_text(path.name, path.parent)
-        return _assemble(path.parent, [read_shard(path)], _read_config(path.parent), (), [])
+        return _assemble(path.parent, [read_shard(path)], _read_configs(path.parent, _CONFIG_NAMES), (), [])
     if (path / WORKSPACE_NAME / "journal").exists():
         raise CheckpointError(
             f"{path} holds an unfinished run of deepinfer-prep ({WORKSPACE_NAME}): it is an output, not a checkpoint. "
@@ -99,7 +95,8 @@ def open_checkpoint(path: Place) -> Checkpoint:
         warnings += _check_total_size(path / index_name, shards)
     others, other_warnings = find_others(path, {shard.name for shard in shards})
     others, index_warnings = _without_dangling_indexes(index_name, others)
-    return _assemble(path, shards, _read_config(path), others, [*warnings, *other_warnings, *index_warnings])
+    configs = _read_configs(path, _config_names(path))
+    return _assemble(path, shards, configs, others, [*warnings, *other_warnings, *index_warnings])
 
 
 def _without_spare_scales(shards: list[Shard]) -> list[Shard]:
@@ -143,7 +140,11 @@ def _named_but_absent(index: OtherFile, copied: set[str]) -> str:
 
 
 def _assemble(
-    root: Place, shards: list[Shard], config: Mapping[str, Any], others: tuple[OtherFile, ...], warnings: list[str]
+    root: Place,
+    shards: list[Shard],
+    configs: Mapping[str, Mapping[str, Any]],
+    others: tuple[OtherFile, ...],
+    warnings: list[str],
 ) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     shard_of: dict[str, int] = {}
@@ -153,7 +154,7 @@ def _assemble(
                 raise _explain_two_files(tensor.name, shards[shard_of[tensor.name]], shard)
             tensors[tensor.name] = tensor
             shard_of[tensor.name] = position
-    return Checkpoint(root, tuple(shards), tensors, shard_of, config, others, tuple(warnings))
+    return Checkpoint(root, tuple(shards), tensors, shard_of, configs, others, tuple(warnings))
 
 
 def _explain_two_files(tensor: str, first: Shard, second: Shard) -> CheckpointError:
@@ -273,9 +274,28 @@ def _check_total_size(path: Place, shards: list[Shard]) -> list[str]:
     ]
 
 
-def _read_config(folder: Place) -> Mapping[str, Any]:
-    path = folder / "config.json"
-    return read_json(path, CONFIG) if path.exists() else {}
+def read_small_tensor(checkpoint: Checkpoint, name: str) -> bytes:
+    """The bytes of a tensor that holds text rather than numbers; empty for one of more than 64 KiB.
+
+    Raises:
+        PrepError, OSError: its file cannot be read.
+    """
+    shard, tensor = checkpoint.shards[checkpoint.shard_of[name]], checkpoint.tensors[name]
+    content = bytearray(tensor.nbytes if tensor.nbytes <= _MOST_TEXT_BYTES else 0)
+    with closing(open_reader(shard.path)) as file:
+        file.read_into(memoryview(content), shard.header.data_start + tensor.start)
+    return bytes(content)
+
+
+def _config_names(folder: Place) -> list[str]:
+    """The usual names of configs, then every other JSON file of the folder that has "quant" in its name."""
+    names = (path.name for path in folder.iterdir())
+    other = sorted(name for name in names if "quant" in name.lower() and name.endswith(".json"))
+    return list(dict.fromkeys([*_CONFIG_NAMES, *other]))
+
+
+def _read_configs(folder: Place, names: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
+    return {name: read_json(folder / name, CONFIG) for name in names if (folder / name).exists()}
 
 
 def read_json(path: Place, limits: Limits) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class Plan:
     weights: tuple[PlannedWeight, ...]
     split: tuple[str, ...]
     activation_scales: tuple[str, ...]
+    zero_points: tuple[str, ...]
+    """Tensors that have to be all zero."""
     unscaled: tuple[str, ...]
     """F8_E4M3 tensors without a scale; copied if the options allow it and their codes do."""
     operations: Mapping[str, Operation] = field(repr=False)
@@ -117,7 +119,7 @@ def plan_conversion(checkpoint: Checkpoint, options: Options, tool_version: str 
 
     The plan lists its refusals instead of raising, so that all of them can be shown at once.
     """
-    layout = read_layout(checkpoint, options.maps)
+    layout = read_layout(checkpoint, options.maps, options.blocks)
     split = choose_split(checkpoint, options.split)
     operations = _operations(checkpoint, layout, options)
     metadata = {MARKER: tool_version, MAX_MARKER: str(fp8.FP8_MAX)}
@@ -133,6 +135,7 @@ def plan_conversion(checkpoint: Checkpoint, options: Options, tool_version: str 
         weights=weights,
         split=split.names,
         activation_scales=layout.activation_scales,
+        zero_points=layout.zero_points,
         unscaled=tuple(layout.unpaired),
         operations=operations,
         warnings=checkpoint.warnings + layout.warnings + split.warnings + warnings,

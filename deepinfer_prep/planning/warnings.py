@@ -61,13 +61,14 @@ def _activation_scales(layout: Layout, options: Options) -> Iterator[str]:
     if options.activation_scales == "double":
         yield (
             f"{count} doubled, {layout.activation_scales[0]} among them: activations calibrated to 448 stay within "
-            "224. Serving code has to quantize with the doubled scales as well as dequantize with them."
+            "224, and every reader that quantizes and dequantizes with the stored scales computes the same numbers. "
+            "--activation-scales keep leaves them as they are."
         )
     else:
         yield (
             f"{count} kept, {layout.activation_scales[0]} among them. Activations quantized with a scale calibrated to "
-            "448 overflow a type that ends at 240: quantize activations dynamically, recalibrate, or convert with "
-            "--activation-scales double."
+            "448 overflow a type that ends at 240: quantize activations dynamically or recalibrate; without "
+            "--activation-scales keep they are doubled."
         )
 
 

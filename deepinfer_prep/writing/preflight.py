@@ -14,6 +14,7 @@ from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.planning.plan import Operation, OutputFile, Plan
 from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, batches, default_workers, run_parallel
 from deepinfer_prep.writing.output_bytes import Tally, describe_element, output_chunks
+from deepinfer_prep.writing.scale_values import find_nonzero
 
 WEIGHTS = frozenset({Operation.HALVE})
 ALL_FP8 = frozenset({Operation.HALVE, Operation.COPY_CHECKED})
@@ -58,6 +59,7 @@ def find_problems(
     """
     pieces = [*_run_pieces(plan, frozenset({Operation.DOUBLE})), *_split_pieces(plan)]
     problems = [problem for _, problem in _check(pieces, workers, chunk_size, progress)]
+    problems += find_nonzero(plan)
     if plan.options.unscaled == "copy-if-safe":
         problems += find_unsafe(plan, workers, chunk_size, progress).values()
     return tuple(Reason(problem, "bad-value") for problem in sorted(problems)[:_MOST_PROBLEMS])

@@ -128,6 +128,11 @@ LAYOUTS: Mapping[str, Recipe] = {
             "torchao_mx": "torchao, MX",
             "tensor_powers": "powers of two by tensor and by row",
             "mixed_names": "several families in one checkpoint",
+            "tensorrt_llm": "TensorRT-LLM",
+            "quark_blocks": "Quark, blocks",
+            "autoround_mxfp8": "auto-round, MXFP8",
+            "modelopt_experts": "ModelOpt, stacked experts",
+            "thinker": "a config under a wrapper",
         },
     ),
 }

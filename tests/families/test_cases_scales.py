@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from deepinfer_prep import (
+    Options,
     convert_checkpoint,
     inspect_checkpoint,
     verify_checkpoint,
@@ -251,13 +252,13 @@ STATIC: dict[str, Tensor] = {
 }
 
 
-def test_static_activation_scales_are_kept_and_reported(source: Path, output: Path) -> None:
-    """14: by default unchanged, with a warning that names the count and the option."""
+def test_static_activation_scales_are_kept_when_asked_and_reported(source: Path, output: Path) -> None:
+    """14: with a warning that names the count and the option; by default they are doubled."""
     one_file(source, STATIC)
-    result = convert_checkpoint(source, output)
+    result = convert_checkpoint(source, output, options=Options(activation_scales="keep"))
     (warning,) = [warning for warning in result.warnings if "static" in warning]
     assert warning.startswith("2 static activation or KV-cache scales are kept, q.input_scale among them.")
-    assert "--activation-scales double" in warning
+    assert "--activation-scales keep" in warning
     tensors = read_file(output / "model.safetensors")
     assert tensors["q.weight_scale"].values == 2
     assert tensors["q.input_scale"].data == tensors["k_proj.k_scale"].data == ONE_F32

@@ -78,7 +78,7 @@ def test_maps_of_another_form_are_wrong_usage(text: str, tmp_path: Path) -> None
     assert result.exit_code == 2
 
 
-@pytest.mark.parametrize("option", [{"unscaled": "copy"}, {"activation_scales": "halve"}])
+@pytest.mark.parametrize("option", [{"unscaled": "copy"}, {"activation_scales": "half"}, {"implausible_scales": "no"}])
 def test_other_choices_are_wrong_usage(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="allowed are"):
         Options(**option)
@@ -316,10 +316,10 @@ STATIC_LAYOUTS = [
 
 
 @pytest.mark.parametrize("name", STATIC_LAYOUTS)
-def test_static_scales_are_doubled_when_asked(name: str, tmp_path: Path, outcomes: Outcomes) -> None:
-    """And then nothing else differs from the output that keeps them."""
-    doubled = convert_layout(name, tmp_path, Options(activation_scales="double"))
-    static, kept = set(doubled.layout.activation_scales), outcomes[name].output_tensors
+def test_static_scales_are_doubled_unless_asked(name: str, tmp_path: Path, outcomes: Outcomes) -> None:
+    """And nothing else differs from the output that keeps them."""
+    doubled, keeping = outcomes[name], convert_layout(name, tmp_path, Options(activation_scales="keep"))
+    static, kept = set(doubled.layout.activation_scales), keeping.output_tensors
     assert static
     for tensor, after in doubled.output_tensors.items():
         if tensor in static:
@@ -328,7 +328,8 @@ def test_static_scales_are_doubled_when_asked(name: str, tmp_path: Path, outcome
             assert after == kept[tensor], tensor
     assert doubled.manifest.options["activation_scales"] == "double"
     assert any(f"{len(static):,} static" in text and "are doubled" in text for text in doubled.plan.warnings)
-    assert verify_checkpoint(doubled.output, source=doubled.layout.folder).ok
+    assert any(f"{len(static):,} static" in text and "are kept" in text for text in keeping.plan.warnings)
+    assert verify_checkpoint(keeping.output, source=keeping.layout.folder).ok
 
 
 def test_a_mapped_scale_is_no_activation_scale_whatever_its_name(tmp_path: Path) -> None:
@@ -373,10 +374,18 @@ def test_an_activation_scale_without_a_double_is_refused(tmp_path: Path) -> None
     }
     source = source_of(tmp_path, tensors)
     assert "tensor 'l.input_scale': element 0 is 40000.0" in refused(source, tmp_path / "o", activation_scales="double")
-    convert_checkpoint(source, tmp_path / "o")
+    convert_checkpoint(source, tmp_path / "o", options=Options(activation_scales="keep"))
 
 
-ALL = {"strict": True, "maps": (MAP,), "unscaled": "copy-if-safe", "split": ("*.fn",), "activation_scales": "double"}
+ALL = {
+    "strict": True,
+    "maps": (MAP,),
+    "blocks": ("a.weight=64x64", "c.*=32x32"),
+    "unscaled": "copy-if-safe",
+    "split": ("*.fn",),
+    "activation_scales": "keep",
+    "implausible_scales": "accept",
+}
 
 
 def test_options_survive_json() -> None:
@@ -397,7 +406,8 @@ EVERYTHING: dict[str, Tensor] = UNKNOWN | {
 
 def test_all_options_together_from_the_command_line(tmp_path: Path) -> None:
     source, output = source_of(tmp_path, EVERYTHING), tmp_path / "output"
-    options = ["--map", MAP, "--unscaled", "copy-if-safe", "--split", "*.fn", "--activation-scales", "double"]
+    options = ["--map", MAP, "--unscaled", "copy-if-safe", "--split", "*.fn", "--activation-scales", "keep"]
+    options += ["--block", "a.weight=64x64", "--block", "c.*=32x32", "--implausible-scales", "accept"]
     runner = CliRunner()
     inspected = runner.invoke(main, ["inspect", str(source), "--json", "--quiet", "--scan", *options])
     assert inspected.exit_code == 0

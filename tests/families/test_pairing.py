@@ -18,7 +18,7 @@ from deepinfer_prep.families.protocol import Layout
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.kernel_scale import Absent
 from deepinfer_prep.options import Options
-from deepinfer_prep.planning.plan import Plan, plan_conversion
+from deepinfer_prep.planning.plan import Operation, Plan, plan_conversion
 from tests.families.raw import read_file
 from tests.small_files import ONE_F32, SCALE, WEIGHT, Tensor, write_config, write_file
 
@@ -161,7 +161,7 @@ ALONE = ["attn.k_scale", "attn.v_scale", "k_proj.k_scale", "attn.q_scale", "attn
 def test_static_scales_are_known_by_their_names(tmp_path: Path, name: str, dtype: str) -> None:
     plan = plan_of(tmp_path, {"l.weight": WEIGHT, "l.weight_scale": F32, name: (dtype, (1,), 1)})
     assert plan.activation_scales == (name,)
-    assert name not in plan.operations
+    assert plan.operations[name] is Operation.DOUBLE
 
 
 def torchao_metadata(kind: str, data: Any = None) -> dict[str, str]:
@@ -286,9 +286,17 @@ DISAGREEING: list[tuple[dict[str, Any], Tensor, str]] = [
     (compressed(strategy="spiral"), F32, "the config's strategy 'spiral' is not one of"),
     (compressed(strategy="block", block_structure=[0, 32]), GRID, "the config's strategy 'block' is not one of"),
     ({"quant_method": "compressed-tensors"}, F32, "the config does not say which of its schemes covers this weight"),
-    ({"quant_method": "modelopt", "quant_algo": "FP8"}, ROWS_64, "quant_algo 'FP8' does not explain a scale"),
+    (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        ROWS_64,
+        "quant_algo 'FP8' says one value, but",
+    ),
     ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, ROWS_64, "blocks of 128x128 are stated"),
-    ({"quant_method": "modelopt", "quant_algo": "W4A8"}, F32, "quant_algo 'W4A8' does not explain a scale"),
+    (
+        {"quant_method": "modelopt", "quant_algo": "W4A8"},
+        F32,
+        "quant_algo 'W4A8' does not say how",
+    ),
     (quark(qscheme="per_tensor"), ROWS_64, "the config says one value, but"),
     (quark(qscheme="per_channel", ch_axis=0), F32, "the config says one value a row, but"),
     (quark(qscheme="per_channel", ch_axis=1), ROWS_64, "the config's qscheme 'per_channel' does not say"),

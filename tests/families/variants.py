@@ -155,6 +155,67 @@ def tensor_powers(b: Builder) -> Package:
     return Package({"model_type": "llama"})
 
 
+def tensorrt_llm(b: Builder) -> Package:
+    """TensorRT-LLM's own names, scales of the cache included."""
+    style = Style(".weights_scaling_factor", WholeTensor())
+    for name in ("attention.qkv", "attention.dense", "mlp.fc"):
+        b.fp8(f"transformer.layers.0.{name}", HIDDEN, HIDDEN, style=style)
+        b.activation_scale(f"transformer.layers.0.{name}.activation_scaling_factor")
+    b.activation_scale("transformer.layers.0.attention.kv_cache_scaling_factor")
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    return Package({"architecture": "LlamaForCausalLM", "quantization": quantization}, ("rank0.safetensors",))
+
+
+def quark_blocks(b: Builder) -> Package:
+    """Quark's fp8 blocks where a pattern says so, in a checkpoint whose rule is MXFP4."""
+    style = Style(".weight_scale", Blocks(128, 128))
+    b.fp8("model.layers.0.self_attn.o_proj", 256, 384, style=style)
+    b.fp8("model.layers.0.mlp.down_proj", 200, 256, style=style)
+    packed = b.integers("U8", "model.layers.0.mlp.experts.0.up_proj.weight", 256, 64, 64)
+    b.note_packed(packed, b.integers("U8", "model.layers.0.mlp.experts.0.up_proj.weight_scale", 120, 64, 4))
+    block = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128]}}
+    fp4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    quantization = {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": fp4},
+        "layer_quant_config": {"*self_attn*": block, "*.mlp.down_proj": block},
+    }
+    return Package({"quantization_config": quantization})
+
+
+def autoround_mxfp8(b: Builder) -> Package:
+    """auto-round's MXFP8: `data_type` says that U8 scales are exponents, and the group is 32 columns."""
+    b.fp8("model.layers.0.mlp.experts.0.up_proj", INNER, HIDDEN, style=MX)
+    b.fp8("model.layers.0.mlp.experts.0.down_proj", HIDDEN, 128, style=MX)
+    quantization = {"quant_method": "auto-round", "bits": 8, "data_type": "mx_fp", "group_size": 32, "sym": True}
+    return Package({"quantization_config": quantization})
+
+
+def modelopt_experts(b: Builder) -> Package:
+    """Llama 4 by ModelOpt: stacked experts whose scale is `gate_up_proj_weight_scale`."""
+    prefix = "language_model.model.layers.0.feed_forward."
+    style = Style("_weight_scale", WholeTensor(), weight_suffix="")
+    for name, rows, columns in (("gate_up_proj", HIDDEN, 2 * INNER), ("down_proj", INNER, HIDDEN)):
+        b.fp8(f"{prefix}experts.{name}", 2, rows, columns, style=style)
+        b.activation_scale(f"{prefix}experts.{name}_input_scale")
+    b.fp8(prefix + "shared_expert.down_proj", HIDDEN, INNER, style=SCALAR)
+    b.activation_scale(prefix + "shared_expert.down_proj.input_scale")
+    return Package({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}})
+
+
+def thinker(b: Builder) -> Package:
+    """Two towers with configs of their own, each under its wrapper, and a side file that says nothing of blocks."""
+    b.fp8("thinker.model.layers.0.q_proj", 160, HIDDEN, style=SQUARE)
+    b.fp8("talker.model.layers.0.q_proj", 160, 64, style=Style(".weight_scale_inv", Blocks(32, 32)))
+    talker = {**FINE_GRAINED, "weight_block_size": [32, 32]}
+    config = {
+        "thinker_config": {"text_config": {"quantization_config": dict(FINE_GRAINED)}},
+        "talker_config": {"quantization_config": talker},
+    }
+    side = json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": None}})
+    return Package(config, texts={"hf_quant_config.json": side})
+
+
 def mixed_names(b: Builder) -> Package:
     """Four naming schemes, bf16 layers, fp4 and int4 experts and a vision tower, scattered over the shards."""
     b.plain("BF16", "model.embed_tokens.weight", VOCAB, HIDDEN)

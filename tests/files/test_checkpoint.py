@@ -184,21 +184,6 @@ def test_a_broken_config_is_named(tmp_path: Path, text: str) -> None:
     assert refuse(tmp_path).startswith(f"{tmp_path / 'config.json'} is not ")
 
 
-def test_a_quantization_config_may_lie_in_the_text_config(tmp_path: Path) -> None:
-    write_config(indexed(tmp_path), quant_method="fp8")
-    assert open_checkpoint(tmp_path).quantization == {"quant_method": "fp8"}
-    nested = {"text_config": {"quantization_config": {"quant_method": "fp8"}}, "quantization_config": None}
-    (tmp_path / "config.json").write_text(json.dumps(nested))
-    assert open_checkpoint(tmp_path).quantization == {"quant_method": "fp8"}
-
-
-@pytest.mark.parametrize("quantization", [1, "fp8", [], None, {}])
-def test_a_quantization_config_of_another_kind_is_none(tmp_path: Path, quantization: object) -> None:
-    indexed(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization, "text_config": 3}))
-    assert open_checkpoint(tmp_path).quantization == {}
-
-
 def test_what_is_no_folder_and_no_file(tmp_path: Path) -> None:
     assert "does not exist" in refuse(tmp_path / "nosuch")
     (tmp_path / "empty").mkdir()
@@ -361,14 +346,5 @@ def test_one_file_takes_the_config_beside_it(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", {"l.weight": WEIGHT, "l.weight_scale_inv": ("U8", (64, 2), 127)})
     write_config(tmp_path, quant_method="fp8", weight_block_size=[1, 32], scale_fmt="ue8m0")
     checkpoint = open_checkpoint(tmp_path / "model.safetensors")
-    assert checkpoint.quantization["scale_fmt"] == "ue8m0"
+    assert checkpoint.config["quantization_config"]["scale_fmt"] == "ue8m0"
     assert checkpoint.others == ()
-
-
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-@pytest.mark.parametrize("place", [None, "text_config", "language_config", "llm_config"])
-def test_quantization_is_found_where_configs_keep_it(tmp_path: Path, key: str, place: str | None) -> None:
-    write_file(tmp_path / "model.safetensors", {"l.weight": WEIGHT, "l.scale": SCALE})
-    config = {key: {"quant_method": "fp8"}}
-    (tmp_path / "config.json").write_text(json.dumps({place: config} if place else config))
-    assert open_checkpoint(tmp_path).quantization == {"quant_method": "fp8"}
