@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ from deepinfer_prep._version import __version__
 from deepinfer_prep.errors import RefusedError, list_some
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.files.container import Location
-from deepinfer_prep.files.storage import FileState, Place
+from deepinfer_prep.files.storage import FileState, Place, Readable
 from deepinfer_prep.manifest import Counts, FileRecord, Manifest, WeightRecord
 from deepinfer_prep.naming import SIDECAR_INDEX
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import Plan, plan_conversion
+from deepinfer_prep.remote.places import to_place
 from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, default_workers
 from deepinfer_prep.writing import sidecar
 from deepinfer_prep.writing.open_target import open_target
@@ -55,8 +57,8 @@ class ConversionResult:
 
 
 def convert_checkpoint(
-    source: Place,
-    output: Place,
+    source: Place | str,
+    output: Place | str,
     *,
     options: Options | None = None,
     workers: int | None = None,
@@ -65,6 +67,8 @@ def convert_checkpoint(
     progress: ProgressCallback | None = None,
 ) -> ConversionResult:
     """Convert a checkpoint (a folder, or one .safetensors file) into the folder `output`.
+
+    Either may be a path or the URL of a store, s3://bucket/prefix.
 
     An interrupted conversion is resumed by calling this again with the same arguments; the result is the
     same, byte for byte. Memory is `workers` x `chunk_size` bytes of buffers, whatever the model's size.
@@ -82,6 +86,7 @@ def convert_checkpoint(
         ConversionError, OSError: writing failed; call again to resume.
     """
     started = time.monotonic()
+    source, output = to_place(source), to_place(output)
     target = open_target(output)
     plan = _plan(source, target, options or Options(), overwrite)
     workers = workers or default_workers()
@@ -93,16 +98,30 @@ def convert_checkpoint(
         if manifest is None:
             manifest, resumed = _write_all(plan, run, workers, chunk_size, progress)
         run.publish(manifest)
-    return _result(plan, output, manifest, resumed, time.monotonic() - started)
+    return _result(plan, output, manifest, resumed, run.warnings, time.monotonic() - started)
 
 
-def plan_output(source: Place, output: Place, *, options: Options | None = None, overwrite: bool = False) -> Plan:
+def plan_output(
+    source: Place | str, output: Place | str, *, options: Options | None = None, overwrite: bool = False
+) -> Plan:
     """Plan a conversion into a folder and make every check that headers and the file system allow.
 
     Raises:
         RefusedError, ContainerError, CheckpointError: as `convert_checkpoint` would; nothing is written.
     """
-    return _plan(source, open_target(output), options or Options(), overwrite)
+    return _plan(to_place(source), open_target(to_place(output)), options or Options(), overwrite)
+
+
+def discard_unfinished(output: Place | str) -> bool:
+    """End an unfinished conversion into `output` and remove what it wrote; what is published there stays.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        RefusedError: it is under way.
+    """
+    return open_target(to_place(output)).discard()
 
 
 def _plan(source: Place, target: Target, options: Options, overwrite: bool) -> Plan:
@@ -150,16 +169,16 @@ def _write_all(
 ) -> tuple[Manifest, int]:
     execution = Execution(plan.files, run)
     execution.execute(workers, chunk_size, Meter(progress, "convert", plan.output_bytes))
-    for file in plan.files:
-        check_unchanged(file, FileState.of(file.source))
     places = [run.written(file) for file in plan.files]
     contents = sidecar.choose_contents(plan, lambda name: _location(plan, places, name))
     names, records = _write_sidecar(run, contents)
+    for file in plan.files:
+        check_unchanged(file, FileState.now(file.source))
     manifest = build_manifest(plan, __version__, contents.weights, execution.results, names, records)
     return manifest, execution.resumed_bytes
 
 
-def _location(plan: Plan, places: Sequence[Place], name: str) -> Location:
+def _location(plan: Plan, places: Sequence[Path | Readable], name: str) -> Location:
     number = plan.checkpoint.shard_of[name]
     return Location(places[number], len(plan.files[number].header), plan.checkpoint.tensors[name])
 
@@ -173,7 +192,9 @@ def _write_sidecar(run: Run, contents: sidecar.SidecarContents) -> tuple[list[st
     return [file.name for file in files], records
 
 
-def _result(plan: Plan, output: Place, manifest: Manifest, resumed: int, seconds: float) -> ConversionResult:
+def _result(
+    plan: Plan, output: Place, manifest: Manifest, resumed: int, warnings: tuple[str, ...], seconds: float
+) -> ConversionResult:
     return ConversionResult(
         source=plan.checkpoint.root,
         output=output,
@@ -189,7 +210,7 @@ def _result(plan: Plan, output: Place, manifest: Manifest, resumed: int, seconds
             sorted({record.reason for record in manifest.weights.values() if record.kernel_scale is None})
         ),
         split=len(manifest.split),
-        warnings=plan.warnings + _data_warnings(manifest),
+        warnings=plan.warnings + warnings + _data_warnings(manifest),
         seconds=seconds,
     )
 

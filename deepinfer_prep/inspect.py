@@ -12,6 +12,7 @@ from deepinfer_prep.files.storage import Place
 from deepinfer_prep.kernel_scale import Absent, PlannedWeight, describe
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import Plan, plan_conversion
+from deepinfer_prep.remote.places import to_place
 from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, ProgressCallback, default_workers
 from deepinfer_prep.writing.preflight import find_problems, find_unsafe, scan_codes
 
@@ -76,7 +77,7 @@ class Inspection:
 
 
 def inspect_checkpoint(
-    source: Place,
+    source: Place | str,
     *,
     options: Options | None = None,
     scan: bool = False,
@@ -93,7 +94,7 @@ def inspect_checkpoint(
         OSError: something cannot be read.
     """
     workers = workers or default_workers()
-    plan = plan_conversion(open_checkpoint(source), options or Options())
+    plan = plan_conversion(open_checkpoint(to_place(source)), options or Options())
     if not scan:
         return summarise(plan, workers, chunk_size)
     scanned = _scan(plan, workers, chunk_size, progress)

@@ -27,6 +27,7 @@ from deepinfer_prep.manifest import Manifest, read_manifest
 from deepinfer_prep.naming import MANIFEST_NAME
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import OutputFile, Plan, plan_conversion
+from deepinfer_prep.remote.places import to_place
 from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, default_workers, run_parallel
 from deepinfer_prep.writing.output_bytes import Tally
 
@@ -59,9 +60,9 @@ class VerificationResult:
 
 
 def verify_checkpoint(
-    output: Place,
+    output: Place | str,
     *,
-    source: Place | None = None,
+    source: Place | str | None = None,
     workers: int | None = None,
     chunk_size: int = DEFAULT_CHUNK_BYTES,
     progress: ProgressCallback | None = None,
@@ -76,6 +77,7 @@ def verify_checkpoint(
     """
     started = time.monotonic()
     workers = workers or default_workers()
+    output, source = to_place(output), None if source is None else to_place(source)
     manifest = read_manifest(output)
     findings = Findings()
     opened, structural = check_output(output, manifest)

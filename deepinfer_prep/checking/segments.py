@@ -79,6 +79,7 @@ def _pairs(
     half = buffer.size // 2
     actual, scratch = buffer[:half], buffer[half:]
     position = check.start
+    output.expect(check.start, check.end)
     if check.expected is not None:
         try:
             with closing(open_reader(check.expected.source)) as source:
@@ -89,6 +90,7 @@ def _pairs(
                     position = offset + expected.size
         except ConversionError as error:
             findings.differences.append((Difference(check.name, f"the source gives no value here: {error}"), 1))
+    output.expect(position, check.end)
     for offset in range(position, check.end, half):
         yield offset, _read(output, offset, actual[: min(half, check.end - offset)]), None
 

@@ -53,8 +53,9 @@ def _check_files(folder: Place, manifest: Manifest) -> Iterator[Difference]:
 
 def _check_foreign(folder: Place, manifest: Manifest) -> Iterator[Difference]:
     inside = folder / SIDECAR_FOLDER
-    for entry in sorted([*folder.iterdir(), *(inside.iterdir() if inside.is_dir() else ())]):
-        name = str(entry.relative_to(folder))
+    names = [entry.name for entry in folder.iterdir()]
+    names += [f"{SIDECAR_FOLDER}/{entry.name}" for entry in (inside.iterdir() if inside.is_dir() else ())]
+    for name in sorted(names):
         if name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)) and name not in manifest.files:
             yield Difference(name, "the manifest does not name this file, but a loader may read it")
 

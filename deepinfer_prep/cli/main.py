@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,8 +15,23 @@ from deepinfer_prep.cli.console import EXIT_FAILED, emit, progress_display, repo
 
 if TYPE_CHECKING:
     from deepinfer_prep.options import ActivationScaleRule, ImplausibleRule, Options, UnscaledRule
+    from deepinfer_prep.files.storage import Place
 
-_CHECKPOINT = click.Path(path_type=Path)
+
+class _PlaceType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.4 on
+    """A path, or the URL of a store."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The place that was written; errors end the command as those of the work do."""
+        from deepinfer_prep.remote.places import to_place
+
+        with reported_errors(as_json=False):
+            return to_place(value)
+
+
+_PLACE = _PlaceType()
 _MIN_CHUNK = 64 * 1024
 _RESUMABLE = "Nothing unfinished passes for an output; the same command goes on from where this one stopped."
 
@@ -182,7 +197,7 @@ def main() -> None:
         "  deepinfer-prep inspect DeepSeek-V4.1-Flash --json | jq .refusals"
     ),
 )
-@click.argument("checkpoint", type=_CHECKPOINT)
+@click.argument("checkpoint", type=_PLACE)
 @click.option("--scan", is_flag=True, help="Also read the fp8 weights and count the codes that matter.")
 @_plan_options
 @_workers
@@ -190,11 +205,12 @@ def main() -> None:
 @_json
 @_quiet
 def inspect(
-    checkpoint: Path, scan: bool, options: Options, workers: int | None, chunk_size: int, as_json: bool, quiet: bool
+    checkpoint: Place, scan: bool, options: Options, workers: int | None, chunk_size: int, as_json: bool, quiet: bool
 ) -> None:
     """Tell what is in CHECKPOINT, what convert would do, and what stands in the way.
 
-    CHECKPOINT is a folder or one .safetensors file. Only headers are read, unless --scan is given. The exit
+    CHECKPOINT is a folder or one .safetensors file, here or at s3://bucket/prefix. Only headers are read,
+    unless --scan is given. The exit
     status is 1 where convert would refuse.
     """
     with reported_errors(as_json), progress_display(quiet) as progress:
@@ -223,8 +239,8 @@ def inspect(
         "  deepinfer-prep convert model.safetensors OUT --workers 4 --chunk-size 16MiB --report report.json"
     ),
 )
-@click.argument("checkpoint", type=_CHECKPOINT)
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=_PLACE)
+@click.argument("out", type=_PLACE)
 @click.option("--dry-run", is_flag=True, help="Make every check and say what would be done; write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace the output, or the safetensors files, that OUT holds.")
 @_strict
@@ -235,8 +251,8 @@ def inspect(
 @_json
 @_quiet
 def convert(
-    checkpoint: Path,
-    out: Path,
+    checkpoint: Place,
+    out: Place,
     dry_run: bool,
     overwrite: bool,
     options: Options,
@@ -246,7 +262,7 @@ def convert(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Convert CHECKPOINT into the folder OUT.
+    """Convert CHECKPOINT into the folder OUT; either may be s3://bucket/prefix.
 
     CHECKPOINT is a folder or one .safetensors file; it is only read. An interrupted run is resumed by the
     same command, and nothing has its final name before it is complete.
@@ -271,8 +287,8 @@ def convert(
 
 
 def _dry_run(
-    checkpoint: Path,
-    out: Path,
+    checkpoint: Place,
+    out: Place,
     options: Options,
     overwrite: bool,
     workers: int | None,
@@ -298,16 +314,16 @@ def _dry_run(
         "  deepinfer-prep verify DeepSeek-V4.1-Flash-neuron --source DeepSeek-V4.1-Flash"
     ),
 )
-@click.argument("out", type=click.Path(path_type=Path))
-@click.option("--source", type=_CHECKPOINT, help="The checkpoint it was converted from: recompute every byte.")
+@click.argument("out", type=_PLACE)
+@click.option("--source", type=_PLACE, help="The checkpoint it was converted from: recompute every byte.")
 @_workers
 @_chunk_size
 @_report
 @_json
 @_quiet
 def verify(
-    out: Path,
-    source: Path | None,
+    out: Place,
+    source: Place | None,
     workers: int | None,
     chunk_size: int,
     report: Path | None,
@@ -342,7 +358,7 @@ def _parse_page(ctx: click.Context, param: click.Parameter, value: Path | None) 
         "  deepinfer-prep report DeepSeek-V4.1-Flash --json | jq .verdict"
     ),
 )
-@click.argument("path", type=_CHECKPOINT)
+@click.argument("path", type=_PLACE)
 @click.option(
     "-o",
     "--output",
@@ -408,3 +424,24 @@ def report(
         if page is not None:
             page.write_text(render_page(result), encoding="utf-8", newline="\n")
     emit(result, lambda found: f"{found.verdict.sentence}\n{page}", as_json, None)
+
+
+@main.command(
+    short_help="End an unfinished conversion and remove what it wrote.",
+    epilog=_examples(
+        "  deepinfer-prep discard DeepSeek-V4.1-Flash-neuron\n  deepinfer-prep discard s3://bucket/DeepSeek-V4.1-neuron"
+    ),
+)
+@click.argument("out", type=_PLACE)
+@_json
+def discard(out: Place, as_json: bool) -> None:
+    """End the unfinished conversion in OUT: its files are removed, and in an object store its uploads are aborted.
+
+    What is published in OUT already, such as an older output, stays.
+    """
+    with reported_errors(as_json):
+        from deepinfer_prep.convert import discard_unfinished
+
+        found = discard_unfinished(out)
+    text = "the unfinished conversion was removed" if found else "no unfinished conversion is there"
+    emit({"output": str(out), "discarded": found}, lambda result: f"{out}: {text}", as_json, None)

@@ -10,6 +10,7 @@ from typing import Any
 
 from deepinfer_prep.convert import ConversionResult
 from deepinfer_prep.files.sizes import format_size
+from deepinfer_prep.files.storage import StoredPlace
 from deepinfer_prep.inspect import Inspection
 from deepinfer_prep.verify import VerificationResult
 from deepinfer_prep.writing.preflight import unscaled_sentence
@@ -27,7 +28,7 @@ def to_data(value: Any) -> Any:
         return {key: to_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_data(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, (Path, StoredPlace)) else value
 
 
 def inspection_text(result: Inspection) -> str:

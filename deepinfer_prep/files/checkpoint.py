@@ -9,7 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deepinfer_prep.errors import CheckpointError, list_some
@@ -24,6 +26,7 @@ from deepinfer_prep.quantized import FLOAT_DTYPES
 # Names of the files that one rank of a distributed run wrote: model0-mp8, tp1_sharded_checkpoint, model-rank-0-part-1.
 _RANK = re.compile(r"(?<![a-z])(?:rank[-_.]?|tp|pp|ep|mp|model(?=[0-9]+-mp)|part[-_.]?)[0-9]+")
 _CONFIG_NAMES = ("config.json", "hf_quant_config.json", "params.json")
+_READ_AT_ONCE = 16
 _MOST_NAMES = 10
 _MOST_TEXT_BYTES = 64 * 1024
 
@@ -86,7 +89,7 @@ def open_checkpoint(path: Place) -> Checkpoint:
     weight_map = read_index(path / index_name) if index_name else None
     names = _shard_names(path, weight_map)
     check_complete(path, names)
-    shards = [read_shard(path / name) for name in names]
+    shards = _read_shards([path / name for name in names])
     if weight_map is None:
         shards = _without_spare_scales(shards)
     warnings = []
@@ -176,6 +179,13 @@ def read_shard(path: Place) -> Shard:
     """Read the header of one shard; errors as `read_header`."""
     state = FileState.of(path)
     return Shard(path.name, path, state, read_header(path))
+
+
+def _read_shards(paths: list[Place]) -> list[Shard]:
+    if all(isinstance(path, Path) for path in paths):
+        return [read_shard(path) for path in paths]
+    with ThreadPoolExecutor(_READ_AT_ONCE) as executor:  # Each waits for answers of a store.
+        return list(executor.map(read_shard, paths))
 
 
 def _find_index(folder: Place) -> str | None:

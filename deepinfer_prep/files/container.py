@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from json.encoder import encode_basestring
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +22,8 @@ import xxhash
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ContainerError
-from deepinfer_prep.files.storage import Place, Reader, Readers, open_reader
 from deepinfer_prep.files.untrusted import shorten, unique_keys
+from deepinfer_prep.files.storage import Place, Readable, Reader, Readers, open_reader
 from deepinfer_prep.quantized import DTYPES
 
 MAX_HEADER_BYTES = 100_000_000
@@ -81,7 +82,7 @@ class Header:
 class Location:
     """Where a tensor's bytes lie: a file, the offset of its data section, and the tensor's own offsets."""
 
-    path: Place
+    path: Path | Readable
     data_start: int
     tensor: TensorInfo
 

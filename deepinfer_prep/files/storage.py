@@ -56,6 +56,11 @@ class FileState:
         return cls.from_status(place.stat()) if isinstance(place, Path) else place.state()
 
     @classmethod
+    def now(cls, place: Place) -> FileState:
+        """The same, but asks the store again where an earlier answer is at hand."""
+        return cls.from_status(place.stat()) if isinstance(place, Path) else place.state_now()
+
+    @classmethod
     def from_status(cls, status: os.stat_result) -> FileState:
         """The state that the file system tells."""
         permissions = status.st_mode & 0o777
@@ -71,7 +76,7 @@ class Reader(Protocol):
     """Reads byte ranges of one file into buffers that the caller owns; for one thread at a time."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Path | Readable:
         """Where the file lies, for messages."""
 
     def size(self) -> int:
@@ -95,13 +100,21 @@ class Reader(Protocol):
         """Close the file; later calls do nothing."""
 
 
-class StoredPlace(ABC):
-    """A file or folder that is not local; it has the part of `Path`'s interface that this package uses to read."""
+class Readable(ABC):
+    """Something that holds bytes and is not a local file."""
 
     @property
     @abstractmethod
     def name(self) -> str:
         """The last part of its path."""
+
+    @abstractmethod
+    def open_reader(self) -> Reader:
+        """Open it for ranged reads."""
+
+
+class StoredPlace(Readable):
+    """A file or folder that is not local; it has the part of `Path`'s interface that this package uses to read."""
 
     @property
     @abstractmethod
@@ -134,11 +147,11 @@ class StoredPlace(ABC):
 
     @abstractmethod
     def state(self) -> FileState:
-        """The state of the file now."""
+        """The state of the file, as it was first seen."""
 
     @abstractmethod
-    def open_reader(self) -> Reader:
-        """Open the file for ranged reads."""
+    def state_now(self) -> FileState:
+        """The state of the file at this moment."""
 
     def exists(self) -> bool:
         """Whether there is such a file or folder."""
@@ -157,7 +170,7 @@ Place = Path | StoredPlace
 """Where a file or folder lies."""
 
 
-def open_reader(place: Place) -> Reader:
+def open_reader(place: Path | Readable) -> Reader:
     """Open a file for ranged reads.
 
     Raises:
@@ -305,7 +318,7 @@ class Readers:
     def __init__(self) -> None:
         self._last: Reader | None = None
 
-    def get(self, place: Place) -> Reader:
+    def get(self, place: Path | Readable) -> Reader:
         """The reader of a file; the one of another file, which an earlier call returned, is closed.
 
         Raises:

@@ -59,16 +59,7 @@ class Journal:
         Raises:
             OSError: they could not be written; what was recorded before stays readable.
         """
-        self._append(
-            {
-                "file": done.file,
-                "segment": done.segment,
-                "digest": done.digest,
-                "counts": [done.tally.counts.rounded, done.tally.counts.nan, done.tally.counts.above_240],
-                "nan": done.tally.nan_codes,
-            }
-            for done in segments
-        )
+        self._append(encode_segment(done) for done in segments)
 
     def _append(self, entries: Iterable[Mapping[str, Any]]) -> None:
         lines = b"".join(json.dumps(entry, separators=(",", ":")).encode() + b"\n" for entry in entries)
@@ -109,7 +100,7 @@ def _read(folder: Folder) -> tuple[dict[str, Any] | None, list[SegmentDone], int
         return None, [], 0
     done, end = [], len(lines[0])
     for line in lines[1:]:
-        segment = _parse_segment(line)
+        segment = decode_segment(line)
         if segment is None:
             break
         done.append(segment)
@@ -126,7 +117,19 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
 
 
-def _parse_segment(line: bytes) -> SegmentDone | None:
+def encode_segment(done: SegmentDone) -> dict[str, Any]:
+    """A finished segment as an entry of a journal."""
+    return {
+        "file": done.file,
+        "segment": done.segment,
+        "digest": done.digest,
+        "counts": [done.tally.counts.rounded, done.tally.counts.nan, done.tally.counts.above_240],
+        "nan": done.tally.nan_codes,
+    }
+
+
+def decode_segment(line: bytes) -> SegmentDone | None:
+    """The finished segment of a journal's line; None where it is none, or not whole."""
     match _parse(line):
         case {
             "file": str(file),

@@ -71,6 +71,8 @@ class LocalTarget:
 class LocalRun:
     """A workspace and its journal as `Run`."""
 
+    warnings: tuple[str, ...] = ()
+
     def __init__(self, workspace: Workspace, identity: Mapping[str, Any], files: Sequence[OutputFile]) -> None:
         self._workspace = workspace
         self._sizes = {file.name: file.size for file in files}
@@ -144,7 +146,7 @@ class LocalRun:
             writer.sync()
         return FileRecord(size, digests.digests())
 
-    def written(self, file: OutputFile) -> Place:
+    def written(self, file: OutputFile) -> Path:
         """The file in the workspace."""
         return self._workspace.path(file.name)
 

@@ -18,4 +18,8 @@ def open_target(output: Place) -> Target:
     """
     if isinstance(output, Path):
         return LocalTarget(output)
+    if str(output).startswith("s3://"):
+        from deepinfer_prep.remote.s3_target import open_s3_target
+
+        return open_s3_target(output)
     raise PrepError(f"{output}: an output cannot be written there. Give a folder.", code="no-target")

@@ -48,6 +48,8 @@ def output_chunks(
     """
     room = buffer.size - DIRECT_BYTES - SLACK_BYTES
     step = room // DIRECT_BYTES * DIRECT_BYTES or room // 8 * 8
+    low = file.source_start + max(0, start - len(file.header) - SLACK_BYTES)
+    source.expect(low, file.source_start + min(file.data_size, max(0, end - len(file.header)) + SLACK_BYTES))
     for position in range(start, end, step):
         yield position, _fill(file, source, position, min(position + step, end), buffer, tally)
 

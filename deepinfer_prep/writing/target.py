@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from deepinfer_prep import fp8
 from deepinfer_prep.files import segments
-from deepinfer_prep.files.storage import Place
+from deepinfer_prep.files.storage import Place, Readable
 from deepinfer_prep.manifest import FileRecord, Manifest
 from deepinfer_prep.planning.plan import OutputFile
 from deepinfer_prep.workers import ProgressCallback
@@ -50,6 +51,10 @@ def blocks(name: str, size: int, block_bytes: int) -> Iterator[Block]:
 class Run(Protocol):
     """The unfinished output of one conversion. What `put` was given counts once `commit` has returned."""
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user has to hear about the place that is written to."""
+
     def resume_publication(self, workers: int, chunk_size: int, progress: ProgressCallback | None) -> Manifest | None:
         """The manifest of an earlier run of the same conversion whose publication was interrupted, else None."""
 
@@ -88,7 +93,7 @@ class Run(Protocol):
     def put_file(self, name: str, size: int, chunks: Iterable[fp8.U8]) -> FileRecord:
         """Write a whole file in order, durably."""
 
-    def written(self, file: OutputFile) -> Place:
+    def written(self, file: OutputFile) -> Path | Readable:
         """Where the bytes of a committed file can be read before they are published."""
 
     def publish(self, manifest: Manifest) -> None:

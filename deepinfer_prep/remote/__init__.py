@@ -1,0 +1,1 @@
+"""Places beyond this machine, behind the door of `files.storage`: object stores and the Hugging Face hub."""
