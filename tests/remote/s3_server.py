@@ -59,6 +59,8 @@ class S3Server:
     sent_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of bodies that were answered, by path."""
     rule: Rule | None = None
+    ignores_conditions: bool = False
+    knows_crc: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def actions(self) -> Counter[str]:
@@ -129,10 +131,15 @@ class _Application:
         if (headers["crc64"] and headers["crc64"] != crc64(data)) or (headers["md5"] and headers["md5"] != md5(data)):
             start_response("400 Bad Request", [("Content-Type", "application/xml")])
             return [error_xml("BadDigest")]
+        if self._server.ignores_conditions:
+            environ.pop("HTTP_IF_NONE_MATCH", None)
+        if not self._server.knows_crc:
+            for name in [name for name in environ if "CHECKSUM" in name]:
+                environ.pop(name)
         fault = self._server.rule(request) if self._server.rule is not None else None
         if fault in STATUS:
             status, code = STATUS[fault]
-            start_response(status, [("Content-Type", "application/xml")])
+            start_response(status, [("Content-Type", "application/xml"), ("x-amz-bucket-region", "eu-west-1")])
             return [error_xml(code)]
         if fault == "drop request":
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
