@@ -358,7 +358,7 @@ def _parse_page(ctx: click.Context, param: click.Parameter, value: Path | None) 
         "  deepinfer-prep report DeepSeek-V4.1-Flash --json | jq .verdict"
     ),
 )
-@click.argument("path", type=_PLACE)
+@click.argument("path", type=click.Path(path_type=Path))
 @click.option(
     "-o",
     "--output",

@@ -103,9 +103,11 @@ def explain_no_shards(folder: Place) -> CheckpointError:
 def explain_no_source(path: Place) -> CheckpointError:
     """The error for a path that leads nowhere; an address or a name on the hub is told apart."""
     text = str(path)
-    if re.match(r"[a-z][a-z0-9+]*:/", text):
+    if not isinstance(path, Path):
+        what = f"{text} does not exist. "
+    elif re.match(r"[a-z][a-z0-9+]*:/", text):
         what = f"{text} is an address, and only files of this machine can be read: fetch the checkpoint first. "
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", text) and isinstance(path, Path):
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         what = (
             f"{text} does not exist. If it is a name on the Hugging Face hub, fetch it first: `hf download {text} "
             f"--local-dir {path.name}`. "

@@ -22,8 +22,8 @@ import xxhash
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ContainerError
-from deepinfer_prep.files.untrusted import shorten, unique_keys
 from deepinfer_prep.files.storage import Place, Readable, Reader, Readers, open_reader
+from deepinfer_prep.files.untrusted import shorten, unique_keys
 from deepinfer_prep.quantized import DTYPES
 
 MAX_HEADER_BYTES = 100_000_000

@@ -47,7 +47,7 @@ def data_puts(server: S3Server) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_killed_run_goes_on_without_sending_a_finished_part_again(
     server: S3Server, client: Any, source: Path, expected: dict[str, bytes], seed: int
 ) -> None:
@@ -60,6 +60,7 @@ def test_a_killed_run_goes_on_without_sending_a_finished_part_again(
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    time.sleep(0.3)  # The server ends what it was asked for.
     arrived = _arrived_parts(client)
     before = len(server.requests)
     ended = subprocess.run(command(remote, OUT), env=os.environ, stderr=subprocess.PIPE)
@@ -205,7 +206,7 @@ def test_two_equal_runs_side_by_side_leave_one_correct_output(
 def test_a_different_run_is_refused_while_one_is_unfinished_and_discard_ends_it(
     server: S3Server, client: Any, source: Path
 ) -> None:
-    server.rule = lambda request: "403" if request.action == "CompleteUpload" else None
+    server.rule = lambda request: "403" if request.query.get("partNumber") == ["2"] else None
     with pytest.raises(PrepError):
         convert_checkpoint(source, OUT)
     server.rule = None
