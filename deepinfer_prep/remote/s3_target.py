@@ -91,9 +91,9 @@ class S3Target:
         """Nothing: a store has room."""
 
     @contextmanager
-    def hold(self, identity: Mapping[str, Any], names: Sequence[str], overwrite: bool) -> Iterator[S3Run]:
+    def hold(self, identity: Mapping[str, Any], files: Sequence[OutputFile], overwrite: bool) -> Iterator[S3Run]:
         """Begin a run or go on with one; two equal runs may go on side by side."""
-        self.check_usable(identity, names, overwrite)
+        self.check_usable(identity, [file.name for file in files], overwrite)
         workspace = S3Workspace(self._store)
         workspace.prepare(identity)
         yield S3Run(self.place, workspace)
