@@ -14,8 +14,8 @@ from deepinfer_prep._version import __version__
 from deepinfer_prep.cli.console import EXIT_FAILED, emit, progress_display, reported_errors
 
 if TYPE_CHECKING:
-    from deepinfer_prep.options import ActivationScaleRule, ImplausibleRule, Options, UnscaledRule
     from deepinfer_prep.files.storage import Place
+    from deepinfer_prep.options import ActivationScaleRule, ImplausibleRule, Options, UnscaledRule
 
 
 class _PlaceType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.4 on
