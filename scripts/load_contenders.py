@@ -92,6 +92,12 @@ def _ours_pread(output: Path, source: Path, model: nn.Module) -> list[torch.Tens
     return _held(model)
 
 
+def _ours_digests(output: Path, source: Path, model: nn.Module) -> list[torch.Tensor]:
+    with PreparedCheckpoint(output, verify="digests") as checkpoint:
+        load_weights(model, checkpoint, progress=False)
+    return _held(model)
+
+
 def _ours_tensors(output: Path, source: Path, nothing: None) -> list[torch.Tensor]:
     with PreparedCheckpoint(output) as checkpoint:
         tensors: list[torch.Tensor] = checkpoint.read_all([Request(name) for name in checkpoint.names])
@@ -195,6 +201,7 @@ def contenders() -> Iterator[Contender]:
     on_meta, in_memory = _model_on("meta"), _model_on("cpu")
     yield Contender("load_file", "safetensors load_file of the prepared shards, nothing else", _nothing, _load_file)
     yield Contender("ours", "load_weights into a model on meta, everything attached", on_meta, _ours)
+    yield Contender("ours, digests", "the same with verify='digests'", on_meta, _ours_digests)
     yield Contender("ours, tensors", "PreparedCheckpoint.read_all of every tensor", _nothing, _ours_tensors)
     yield Contender("ours, pread", "load_weights into a model on meta, access='pread'", on_meta, _ours_pread)
     yield Contender(

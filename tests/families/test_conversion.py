@@ -285,3 +285,12 @@ def test_checkpoints_with_nothing_to_halve_say_so_and_are_copied(name: str, outc
     assert any("every tensor is copied as it is" in warning for warning in outcome.plan.warnings)
     assert any("copied as they are" in warning for warning in outcome.plan.warnings)
     assert json.loads((outcome.output / "neuron_manifest.json").read_text())["weights"] == {}
+
+
+def test_manifest_and_headers_agree_for_the_runtime(converted: Outcome) -> None:
+    pytest.importorskip("torch")
+    from deepinfer_prep.runtime import PreparedCheckpoint
+
+    with PreparedCheckpoint(converted.output, verify="codes") as opened:
+        for name in opened.tensors:
+            opened.read(name)

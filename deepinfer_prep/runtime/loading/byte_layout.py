@@ -72,6 +72,15 @@ class FileLayout:
             stride *= size
         return ByteRuns(start, run, count, distance or run)
 
+    def extent(self, bounds: Bounds) -> tuple[int, int]:
+        """Where the first byte of a part lies and where its last one ends."""
+        first = last = self.start
+        stride = self.item_bytes
+        for (low, high), size in zip(reversed(bounds), reversed(self.shape), strict=True):
+            first, last = first + low * stride, last + (high - 1) * stride
+            stride *= size
+        return first, last + self.item_bytes
+
     def pieces(self, bounds: Bounds, limit: int) -> Iterator[tuple[ByteRuns, Bounds]]:
         """Cut a part into pieces for which at most `limit` bytes (or one element) are read, in the file's order."""
         runs = self.runs(bounds)

@@ -11,9 +11,10 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -26,6 +27,7 @@ from deepinfer_prep.runtime.loading.requests import Batch, Request
 from deepinfer_prep.runtime.loading.slices import WHOLE, Grid, Slice, axis_of, in_step, share, unit_of
 from deepinfer_prep.runtime.loading.tensor_file import TensorFile
 from deepinfer_prep.runtime.loading.transfers import SCRATCH_BYTES
+from deepinfer_prep.runtime.loading.verification import Verifier, Verify
 from deepinfer_prep.workers import run_parallel
 
 __all__ = ["PreparedCheckpoint", "Request", "StoredTensor", "WeightParts"]
@@ -54,6 +56,9 @@ class PreparedCheckpoint:
     Args:
         folder: the output.
         access: "mmap" or "pread".
+        verify: "headers" compares manifest and headers when the checkpoint is opened. "digests" also compares every
+            segment of 64 MiB of which something is read with its digest in the manifest, once, while it is read;
+            "codes" also looks for fp8 codes above 240 in it. After an error, nothing that was filled is to be used.
         workers: threads that read; defaults to twice the processors of this process, at most 16.
 
     Raises:
@@ -63,8 +68,15 @@ class PreparedCheckpoint:
     """
 
     def __init__(
-        self, folder: str | Path, *, access: Literal["mmap", "pread"] = "mmap", workers: int | None = None
+        self,
+        folder: str | Path,
+        *,
+        access: Literal["mmap", "pread"] = "mmap",
+        verify: Verify = "headers",
+        workers: int | None = None,
     ) -> None:
+        if verify not in get_args(Verify):
+            raise ValueError(f"verify is {verify!r}; it has to be one of {', '.join(map(repr, get_args(Verify)))}")
         self.folder = Path(folder)
         self.access = access
         self.workers = workers or min(16, 2 * len(os.sched_getaffinity(0)))
@@ -76,6 +88,10 @@ class PreparedCheckpoint:
         self._grids = contents.grids
         names = (*self.manifest.shards, *self.manifest.sidecar)
         self._files = {name: TensorFile(self.folder / name, self.manifest.files[name].size) for name in names}
+        self._verifier = None
+        if verify != "headers":
+            is_mapped, checks_codes = access == "mmap", verify == "codes"
+            self._verifier = Verifier(self._files, self.manifest, self.tensors, codes=checks_codes, mapped=is_mapped)
         self._lock = threading.Lock()
         self._bytes_read = 0
 
@@ -152,14 +168,19 @@ class PreparedCheckpoint:
             progress: called from this thread with the wanted bytes of each step.
 
         Raises:
-            CheckpointError: no such tensor, or an `out` has another shape or dtype.
+            CheckpointError: no such tensor, an `out` has another shape or dtype, or bytes are not those that were
+                written, where that is checked.
             SliceError: a part does not lie in its tensor.
             PrepError: a file was cut while it was being read.
         """
         batch = Batch(self._files, torch.device(device), mapped=self.access == "mmap")
         results = [batch.add(self._stored(request), request.part, request.out) for request in requests]
+        checks = self._verifier.steps(batch.extents()) if self._verifier is not None else ()
         steps = run_parallel(
-            batch.transfers(), lambda step, scratch: (step.nbytes, step.run(scratch)), self.workers, SCRATCH_BYTES
+            chain(checks, batch.transfers()),
+            lambda step, scratch: (step.nbytes, step.run(scratch)),
+            self.workers,
+            SCRATCH_BYTES,
         )
         for wanted, read in steps:
             with self._lock:

@@ -14,9 +14,9 @@ from deepinfer_prep.errors import ManifestError
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
 from deepinfer_prep.manifest import Manifest, read_manifest
 from deepinfer_prep.naming import MANIFEST_NAME, MARKER, WORKSPACE_NAME
-from deepinfer_prep.quantized import grid_shape, matrix_shape
 from deepinfer_prep.runtime.dtypes import TORCH_DTYPES, torch_shape
 from deepinfer_prep.runtime.loading.byte_layout import FileLayout
+from deepinfer_prep.runtime.loading.consistency import contradictions, is_grid, scale_grid
 
 _VERIFY = "`deepinfer-prep verify` tells what is wrong with the folder; if it was changed, convert again."
 
@@ -56,8 +56,8 @@ def read_contents(folder: Path) -> Contents:
     """Read the manifest and all headers.
 
     Raises:
-        ManifestError: the folder is no finished output, one of another format, or its files are not those that
-            the manifest describes.
+        ManifestError: the folder is no finished output, one of another format, or its files or their tensors are not
+            those that the manifest describes.
         ContainerError: a file is damaged.
     """
     _refuse_unfinished(folder)
@@ -67,6 +67,11 @@ def read_contents(folder: Path) -> Contents:
         header = _read_header(folder, name, manifest)
         tensors.update((info.name, _stored(folder, name, header, info)) for info in header.tensors)
     _check_names(folder, manifest, tensors)
+    problems = contradictions(manifest, tensors)
+    if problems:
+        raise ManifestError(
+            f"{folder / MANIFEST_NAME} and the headers of its files contradict one another: {problems}. {_VERIFY}"
+        )
     return Contents(manifest, tensors, dict(_grids(manifest, tensors)))
 
 
@@ -116,10 +121,9 @@ def _check_names(folder: Path, manifest: Manifest, tensors: Mapping[str, StoredT
 def _grids(manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, weight in manifest.weights.items():
         shape, stored = tensors[name].shape, tensors[weight.scale].shape
-        if weight.block is not None and len(stored) > len(shape) >= 2:
-            grid = (*shape[:-2], *grid_shape(*matrix_shape(shape, weight.element), weight.block))
-            if [size for size in stored if size > 1] == [size for size in grid if size > 1]:
-                yield weight.scale, grid
+        grid = scale_grid(shape, weight)
+        if grid is not None and len(stored) > len(shape) and is_grid(stored, grid):
+            yield weight.scale, grid
 
 
 def _named_tensors(manifest: Manifest) -> Iterator[str]:

@@ -68,6 +68,12 @@ class TensorFile(RangeReader):
         np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(self._address + first))[:: mmap.PAGESIZE].max()
         return read
 
+    def mapped_bytes(self, start: int, end: int) -> fp8.U8:
+        """Some bytes of the file's own pages, to be read only."""
+        self._map(start, end)
+        pages = (ctypes.c_uint8 * (end - start)).from_address(self._address + start)
+        return np.ctypeslib.as_array(pages)
+
     def read_runs(self, runs: ByteRuns, out: fp8.U8, scratch: fp8.U8) -> int:
         """Read runs of bytes, close together, into `out`.
 
