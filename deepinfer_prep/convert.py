@@ -64,6 +64,7 @@ def convert_checkpoint(
     workers: int | None = None,
     chunk_size: int = DEFAULT_CHUNK_BYTES,
     overwrite: bool = False,
+    follow_links: bool = False,
     progress: ProgressCallback | None = None,
 ) -> ConversionResult:
     """Convert a checkpoint (a folder, or one .safetensors file) into the folder `output`.
@@ -78,6 +79,7 @@ def convert_checkpoint(
         workers: threads; defaults to twice the processors of this process, at most 8.
         chunk_size: bytes that a thread reads at once.
         overwrite: replace an output, or safetensors files, that `output` holds already.
+        follow_links: also take files of the source that are links out of its folder.
         progress: called from this thread with the bytes done.
 
     Raises:
@@ -88,7 +90,7 @@ def convert_checkpoint(
     started = time.monotonic()
     source, output = to_place(source), to_place(output)
     target = open_target(output)
-    plan = _plan(source, target, options or Options(), overwrite)
+    plan = _plan(source, target, options or Options(), overwrite, follow_links)
     workers = workers or default_workers()
     check_values(plan, workers, chunk_size, progress)
     if plan.options.strict:
@@ -102,14 +104,19 @@ def convert_checkpoint(
 
 
 def plan_output(
-    source: Place | str, output: Place | str, *, options: Options | None = None, overwrite: bool = False
+    source: Place | str,
+    output: Place | str,
+    *,
+    options: Options | None = None,
+    overwrite: bool = False,
+    follow_links: bool = False,
 ) -> Plan:
     """Plan a conversion into a folder and make every check that headers and the file system allow.
 
     Raises:
         RefusedError, ContainerError, CheckpointError: as `convert_checkpoint` would; nothing is written.
     """
-    return _plan(to_place(source), open_target(to_place(output)), options or Options(), overwrite)
+    return _plan(to_place(source), open_target(to_place(output)), options or Options(), overwrite, follow_links)
 
 
 def discard_unfinished(output: Place | str) -> bool:
@@ -124,9 +131,9 @@ def discard_unfinished(output: Place | str) -> bool:
     return open_target(to_place(output)).discard()
 
 
-def _plan(source: Place, target: Target, options: Options, overwrite: bool) -> Plan:
+def _plan(source: Place, target: Target, options: Options, overwrite: bool, follow_links: bool) -> Plan:
     target.check_separate(source)
-    plan = plan_conversion(open_checkpoint(source), options)
+    plan = plan_conversion(open_checkpoint(source, follow_links), options)
     if plan.refusals:
         raise RefusedError(*(plan.refusals + explain_unscaled(plan)))
     target.check_sources(file.source for file in plan.files)

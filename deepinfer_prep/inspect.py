@@ -83,6 +83,7 @@ def inspect_checkpoint(
     scan: bool = False,
     workers: int | None = None,
     chunk_size: int = DEFAULT_CHUNK_BYTES,
+    follow_links: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Inspection:
     """Inspect a checkpoint (a folder, or one .safetensors file); with `scan`, read its fp8 tensors and scales as well.
@@ -94,7 +95,7 @@ def inspect_checkpoint(
         OSError: something cannot be read.
     """
     workers = workers or default_workers()
-    plan = plan_conversion(open_checkpoint(to_place(source)), options or Options())
+    plan = plan_conversion(open_checkpoint(to_place(source), follow_links), options or Options())
     if not scan:
         return summarise(plan, workers, chunk_size)
     scanned = _scan(plan, workers, chunk_size, progress)

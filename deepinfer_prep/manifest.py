@@ -9,12 +9,21 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from deepinfer_prep.errors import ManifestError
 from deepinfer_prep.files import segments
 from deepinfer_prep.files.storage import Place
-from deepinfer_prep.files.untrusted import MANIFEST, JsonError, name_problem, parse_object, read_small_file, shorten
+from deepinfer_prep.files.untrusted import (
+    MANIFEST,
+    JsonError,
+    leads_out,
+    name_problem,
+    parse_object,
+    read_small_file,
+    shorten,
+)
 from deepinfer_prep.naming import MANIFEST_NAME, SHARD_SUFFIX, SIDECAR_FOLDER
 from deepinfer_prep.quantized import Element
 
@@ -106,6 +115,8 @@ def read_manifest(folder: Place) -> Manifest:
         ManifestError: the folder is not a finished output, or one of another format version.
     """
     path = folder / MANIFEST_NAME
+    if isinstance(folder, Path) and isinstance(path, Path) and leads_out(folder, path):
+        raise _damaged(path, "is a link that leads out of its folder")
     try:
         text = read_small_file(path, MANIFEST.nbytes)
     except FileNotFoundError:

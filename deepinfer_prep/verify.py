@@ -18,7 +18,7 @@ from deepinfer_prep.checking.records import compare_counts, compare_with_source
 from deepinfer_prep.checking.scales import check_scales
 from deepinfer_prep.checking.segments import SegmentCheck, SegmentFindings, check_segment
 from deepinfer_prep.checking.sidecar import check_sidecar
-from deepinfer_prep.checking.structure import OpenOutput, check_output
+from deepinfer_prep.checking.structure import OpenOutput, check_output, is_readable
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.files.segments import segments
@@ -65,6 +65,7 @@ def verify_checkpoint(
     source: Place | str | None = None,
     workers: int | None = None,
     chunk_size: int = DEFAULT_CHUNK_BYTES,
+    follow_links: bool = False,
     progress: ProgressCallback | None = None,
 ) -> VerificationResult:
     """Verify a finished output; with `source`, recompute every byte of it as well.
@@ -85,7 +86,7 @@ def verify_checkpoint(
         findings.add(difference)
     plan = None
     if source is not None:
-        plan = plan_conversion(open_checkpoint(source), _options(manifest), manifest.tool_version)
+        plan = plan_conversion(open_checkpoint(source, follow_links), _options(manifest), manifest.tool_version)
     nan_codes = _check_segments(opened, manifest, plan, findings, workers, chunk_size, progress)
     for difference in check_scales(opened, manifest):
         findings.add(difference)
@@ -167,7 +168,7 @@ def _segment_checks(opened: OpenOutput, manifest: Manifest, plan: Plan | None) -
     fp8_names = frozenset({*halved, *manifest.unscaled})
     for name, record in manifest.files.items():
         path = opened.folder / name
-        if not path.is_file() or FileState.of(path).size != record.size:
+        if not is_readable(opened.folder, name) or FileState.of(path).size != record.size:
             continue
         expected = planned.get(name)
         if expected is not None and expected.size != record.size:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.errors import CheckpointError, ContainerError
 from deepinfer_prep.files.checkpoint import Shard, check_index, read_index, read_shard
 from deepinfer_prep.files.container import Location
 from deepinfer_prep.files.storage import FileState, Place
+from deepinfer_prep.files.untrusted import leads_out
 from deepinfer_prep.manifest import Manifest
 from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, MARKER, SHARD_SUFFIX, SIDECAR_FOLDER, SIDECAR_INDEX
 from deepinfer_prep.quantized import Element
@@ -45,10 +47,20 @@ def check_output(folder: Place, manifest: Manifest) -> tuple[OpenOutput, list[Di
 def _check_files(folder: Place, manifest: Manifest) -> Iterator[Difference]:
     for name, record in manifest.files.items():
         path = folder / name
-        if not path.is_file():
+        if isinstance(folder, Path) and isinstance(path, Path) and leads_out(folder, path):
+            yield Difference(name, "is a link that leads out of the folder; it is not followed")
+        elif not path.is_file():
             yield Difference(name, "the manifest names this file, but it is missing")
         elif FileState.of(path).size != record.size:
             yield Difference(name, f"expected {record.size:,} bytes, found {FileState.of(path).size:,}")
+
+
+def is_readable(folder: Place, name: str) -> bool:
+    """Whether a file that the manifest names is there and is not a link that leads out of the folder."""
+    path = folder / name
+    if isinstance(folder, Path) and isinstance(path, Path) and leads_out(folder, path):
+        return False
+    return path.is_file()
 
 
 def _check_foreign(folder: Place, manifest: Manifest) -> Iterator[Difference]:
@@ -63,7 +75,7 @@ def _check_foreign(folder: Place, manifest: Manifest) -> Iterator[Difference]:
 def _open(folder: Place, names: tuple[str, ...], differences: list[Difference]) -> dict[str, Shard]:
     opened = {}
     for name in names:
-        if not (folder / name).is_file():
+        if not is_readable(folder, name):
             continue
         try:
             opened[name] = read_shard(folder / name)
@@ -90,7 +102,7 @@ def _locations(shards: Mapping[str, Shard], differences: list[Difference]) -> di
 def _check_indexes(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]:
     for name in manifest.files:
         is_copied_along = "/" in name and name != SIDECAR_INDEX
-        if is_copied_along or not name.endswith(INDEX_SUFFIX) or not (output.folder / name).is_file():
+        if is_copied_along or not name.endswith(INDEX_SUFFIX) or not is_readable(output.folder, name):
             continue
         shards = output.sidecar if name == SIDECAR_INDEX else output.shards
         try:

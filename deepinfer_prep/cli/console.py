@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from deepinfer_prep.cli.printable import printable
 from deepinfer_prep.errors import PrepError, Reason, RefusedError
 
 if TYPE_CHECKING:
+    from deepinfer_prep.files.storage import Place
     from deepinfer_prep.workers import Progress, ProgressCallback
 
 EXIT_FAILED = 1
@@ -25,19 +28,55 @@ EXIT_INTERRUPTED = 130
 _PLAIN_LINE_SECONDS = 5.0
 
 
+def prepare_process() -> None:
+    """Make the standard streams and the encoding of names what the rest relies on.
+
+    A descriptor that is closed at the start would be given to the next file that is opened, and a message would be
+    written into it. Where Python reads file names as ASCII, it is started again with UTF-8.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    is_command = sys.argv[0].endswith(("/deepinfer-prep", "/deepinfer_prep/__main__.py"))
+    if is_command and sys.getfilesystemencoding() != "utf-8":
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
 def emit(result: Any, text: Callable[[Any], str], as_json: bool, report: Path | None) -> None:
     """Print a result as text or JSON, and write it to a report file where one is wanted."""
     from deepinfer_prep.cli.render import to_data
 
-    encoded = json.dumps(to_data(result), indent=1)
-    _print(encoded if as_json else text(result))
+    encoded = json.dumps(to_data(result), indent=1, allow_nan=False)
     if report is not None:
         try:
-            report.parent.mkdir(parents=True, exist_ok=True)
-            report.write_text(encoded + "\n", encoding="utf-8")
+            _write_report(report, encoded + "\n")
         except OSError as error:
-            click.echo(f"error: the report could not be written: {_describe(error)}", err=True)
+            tell(f"error: the report could not be written: {_describe(error)}")
+            _print_or_fail(encoded if as_json else text(result))
             sys.exit(EXIT_FAILED)
+    _print_or_fail(encoded if as_json else text(result))
+
+
+def check_report(report: Path | None, as_json: bool, *places: Place) -> None:
+    """Refuse a report file inside the source or the output, or in place of one of them."""
+    if report is None:
+        return
+    target = os.path.realpath(report)
+    for folder in (os.path.realpath(place) for place in places if isinstance(place, Path)):
+        if target == folder or target.startswith(folder + os.sep):
+            message = f"--report {report} lies in {folder}, which holds the checkpoint itself. Choose another place."
+            _fail("refused", [Reason(message, "report-inside")], as_json)
+
+
+def _write_report(report: Path, text: str) -> None:
+    report.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK
+    if report.is_symlink() and report.lstat().st_uid != os.geteuid():
+        flags |= os.O_NOFOLLOW  # Somebody else's link may lead to a file that must not be lost.
+    with open(os.open(report, flags, 0o666), "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 @contextmanager
@@ -97,22 +136,49 @@ def _describe(error: OSError) -> str:
 def _fail(kind: str, reasons: Sequence[Reason], as_json: bool, status: int = EXIT_FAILED) -> NoReturn:
     if as_json:
         codes = [reason.code for reason in reasons]
-        _print(json.dumps({"status": kind, "messages": reasons, "codes": codes}, indent=1))
+        _print_or_fail(json.dumps({"status": kind, "messages": reasons, "codes": codes}, indent=1))
     for reason in reasons:
-        click.echo(f"{kind}: {reason}", err=True)
+        tell(f"{kind}: {reason}")
     sys.exit(status)
 
 
-def _print(text: str) -> None:
-    """Print on stdout; names that its encoding cannot express are escaped rather than fatal."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    click.echo(text.encode(encoding, "backslashreplace").decode(encoding))
+def tell(line: str) -> None:
+    """Print one line on stderr, as far as it takes any: what nobody reads must not stop a conversion."""
+    with suppress(OSError, ValueError):
+        click.echo(_encodable(printable(line), sys.stderr), err=True)
+
+
+def _print_or_fail(text: str) -> None:
+    """Print lines that are `printable` on stdout; where it takes no more, say so and end with an exit status."""
+    try:
+        click.echo(_encodable(text, sys.stdout))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # Whoever read it has seen enough.
+        _silence_stdout()
+        sys.exit(EXIT_FAILED)
+    except OSError as error:
+        _silence_stdout()
+        tell(f"error: the result could not be printed: {_describe(error)}")
+        sys.exit(EXIT_FAILED)
+
+
+def _silence_stdout() -> None:
+    """Let the interpreter's last flush find a stream that takes everything."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _encodable(text: str, stream: Any) -> str:
+    """The text with characters escaped that the stream's encoding lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 @contextmanager
 def progress_display(quiet: bool) -> Iterator[ProgressCallback | None]:
     """A tqdm bar in bytes where stderr is a terminal, a plain line now and then where it is not."""
-    if quiet:
+    if quiet or sys.stderr is None:
         yield None
     elif sys.stderr.isatty():
         display = _Bar()
@@ -132,17 +198,19 @@ class _Bar:
     def __call__(self, progress: Progress) -> None:
         from tqdm import tqdm
 
-        if progress.stage != self._stage:
-            self.close()
-            self._stage = progress.stage
-            self._bar = tqdm(
-                total=progress.total, desc=progress.stage, unit="B", unit_scale=True, file=sys.stderr, leave=False
-            )
-        self._bar.update(progress.done - self._bar.n)
+        with suppress(OSError, ValueError):  # A terminal that is gone must not stop a conversion.
+            if progress.stage != self._stage:
+                self.close()
+                self._stage = progress.stage
+                self._bar = tqdm(
+                    total=progress.total, desc=progress.stage, unit="B", unit_scale=True, file=sys.stderr, leave=False
+                )
+            self._bar.update(progress.done - self._bar.n)
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with suppress(OSError, ValueError):
+                self._bar.close()
 
 
 class _PlainLines:
@@ -162,6 +230,4 @@ class _PlainLines:
             return
         self._next = now + _PLAIN_LINE_SECONDS
         percent = 100 * progress.done // progress.total
-        click.echo(
-            f"{progress.stage}: {format_size(progress.done)} of {format_size(progress.total)} ({percent} %)", err=True
-        )
+        tell(f"{progress.stage}: {format_size(progress.done)} of {format_size(progress.total)} ({percent} %)")

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deepinfer_prep._version import __version__
-from deepinfer_prep.cli.console import EXIT_FAILED, emit, progress_display, reported_errors
+from deepinfer_prep.cli.console import (
+    EXIT_FAILED,
+    check_report,
+    emit,
+    prepare_process,
+    progress_display,
+    reported_errors,
+)
+from deepinfer_prep.cli.printable import printable
 
 if TYPE_CHECKING:
     from deepinfer_prep.files.storage import Place
@@ -67,6 +75,11 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print the result a
 _quiet = click.option("--quiet", is_flag=True, help="No progress on stderr.")
 _report = click.option(
     "--report", type=click.Path(path_type=Path, dir_okay=False), help="Also write the result as JSON to this file."
+)
+_follow_links = click.option(
+    "--follow-links",
+    is_flag=True,
+    help="Also take files of the checkpoint that are links out of its folder. Those of a hub cache need no option.",
 )
 _strict = click.option("--strict", is_flag=True, help="Refuse NaN codes in fp8 weights instead of keeping them.")
 
@@ -184,6 +197,7 @@ def main() -> None:
     Weights in e4m3fn (largest value 448) are halved and their scales doubled, so that the hardware's e4m3
     (largest value 240) computes the same numbers.
     """
+    prepare_process()
     # numpy, once imported, starts a thread for each processor, which spins for linear algebra that never comes.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -200,12 +214,20 @@ def main() -> None:
 @click.argument("checkpoint", type=_PLACE)
 @click.option("--scan", is_flag=True, help="Also read the fp8 weights and count the codes that matter.")
 @_plan_options
+@_follow_links
 @_workers
 @_chunk_size
 @_json
 @_quiet
 def inspect(
-    checkpoint: Place, scan: bool, options: Options, workers: int | None, chunk_size: int, as_json: bool, quiet: bool
+    checkpoint: Place,
+    scan: bool,
+    options: Options,
+    follow_links: bool,
+    workers: int | None,
+    chunk_size: int,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Tell what is in CHECKPOINT, what convert would do, and what stands in the way.
 
@@ -223,6 +245,7 @@ def inspect(
             scan=scan,
             workers=workers,
             chunk_size=chunk_size,
+            follow_links=follow_links,
             progress=progress,
         )
     emit(result, inspection_text, as_json, None)
@@ -245,6 +268,7 @@ def inspect(
 @click.option("--overwrite", is_flag=True, help="Replace the output, or the safetensors files, that OUT holds.")
 @_strict
 @_plan_options
+@_follow_links
 @_workers
 @_chunk_size
 @_report
@@ -256,6 +280,7 @@ def convert(
     dry_run: bool,
     overwrite: bool,
     options: Options,
+    follow_links: bool,
     workers: int | None,
     chunk_size: int,
     report: Path | None,
@@ -267,8 +292,9 @@ def convert(
     CHECKPOINT is a folder or one .safetensors file; it is only read. An interrupted run is resumed by the
     same command, and nothing has its final name before it is complete.
     """
+    check_report(report, as_json, checkpoint, out)
     if dry_run:
-        _dry_run(checkpoint, out, options, overwrite, workers, chunk_size, report, as_json)
+        _dry_run(checkpoint, out, options, overwrite, follow_links, workers, chunk_size, report, as_json)
         return
     with reported_errors(as_json, _RESUMABLE), progress_display(quiet) as progress:
         from deepinfer_prep.cli.render import conversion_text
@@ -281,6 +307,7 @@ def convert(
             workers=workers,
             chunk_size=chunk_size,
             overwrite=overwrite,
+            follow_links=follow_links,
             progress=progress,
         )
     emit(result, conversion_text, as_json, report)
@@ -291,6 +318,7 @@ def _dry_run(
     out: Place,
     options: Options,
     overwrite: bool,
+    follow_links: bool,
     workers: int | None,
     chunk_size: int,
     report: Path | None,
@@ -302,9 +330,11 @@ def _dry_run(
         from deepinfer_prep.inspect import summarise
         from deepinfer_prep.workers import default_workers
 
-        plan = plan_output(checkpoint, out, options=options, overwrite=overwrite)
+        plan = plan_output(checkpoint, out, options=options, overwrite=overwrite, follow_links=follow_links)
         result = summarise(plan, workers or default_workers(), chunk_size)
-    emit(result, lambda found: f"{inspection_text(found)}\nnothing was written to {out}", as_json, report)
+    emit(
+        result, lambda found: f"{inspection_text(found)}\n{printable(f'nothing was written to {out}')}", as_json, report
+    )
 
 
 @main.command(
@@ -316,6 +346,7 @@ def _dry_run(
 )
 @click.argument("out", type=_PLACE)
 @click.option("--source", type=_PLACE, help="The checkpoint it was converted from: recompute every byte.")
+@_follow_links
 @_workers
 @_chunk_size
 @_report
@@ -324,6 +355,7 @@ def _dry_run(
 def verify(
     out: Place,
     source: Place | None,
+    follow_links: bool,
     workers: int | None,
     chunk_size: int,
     report: Path | None,
@@ -331,11 +363,14 @@ def verify(
     quiet: bool,
 ) -> None:
     """Prove that OUT is a complete and correct output; exit status 1 on any difference."""
+    check_report(report, as_json, out, *([source] if source is not None else []))
     with reported_errors(as_json), progress_display(quiet) as progress:
         from deepinfer_prep.cli.render import verification_text
         from deepinfer_prep.verify import verify_checkpoint
 
-        result = verify_checkpoint(out, source=source, workers=workers, chunk_size=chunk_size, progress=progress)
+        result = verify_checkpoint(
+            out, source=source, workers=workers, chunk_size=chunk_size, follow_links=follow_links, progress=progress
+        )
     emit(result, verification_text, as_json, report)
     if not result.ok:
         raise SystemExit(EXIT_FAILED)
@@ -423,7 +458,7 @@ def report(
         )
         if page is not None:
             page.write_text(render_page(result), encoding="utf-8", newline="\n")
-    emit(result, lambda found: f"{found.verdict.sentence}\n{page}", as_json, None)
+    emit(result, lambda found: f"{printable(found.verdict.sentence)}\n{printable(str(page))}", as_json, None)
 
 
 @main.command(
@@ -444,4 +479,4 @@ def discard(out: Place, as_json: bool) -> None:
 
         found = discard_unfinished(out)
     text = "the unfinished conversion was removed" if found else "no unfinished conversion is there"
-    emit({"output": str(out), "discarded": found}, lambda result: f"{out}: {text}", as_json, None)
+    emit({"output": str(out), "discarded": found}, lambda result: printable(f"{out}: {text}"), as_json, None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from deepinfer_prep.cli.printable import printable
 from deepinfer_prep.convert import ConversionResult
 from deepinfer_prep.files.sizes import format_size
 from deepinfer_prep.files.storage import StoredPlace
@@ -16,6 +17,7 @@ from deepinfer_prep.verify import VerificationResult
 from deepinfer_prep.writing.preflight import unscaled_sentence
 
 _MOST_DIFFERENCES = 20
+_MOST_REMARKS = 30
 _JSON_NAMES = {"above_240": "misread"}
 """Fields whose key in JSON output is another one, which programs rely on."""
 
@@ -58,7 +60,7 @@ def inspection_text(result: Inspection) -> str:
         ]
         if result.unscaled:
             lines.append(unscaled_sentence(len(result.unscaled), scan.unscaled_bytes, scan.unsafe))
-    return "\n".join([*lines, *_remarks(result.warnings, result.refusals)])
+    return _page([*lines, *_remarks(result.warnings, result.refusals)])
 
 
 def conversion_text(result: ConversionResult) -> str:
@@ -76,7 +78,7 @@ def conversion_text(result: ConversionResult) -> str:
         f"split          {result.split:,} matrices into bf16 hi + lo",
         *_kernel_scale_lines(result.kernel_scales, result.no_kernel_scale),
     ]
-    return "\n".join([*lines, *_remarks(result.warnings, ())])
+    return _page([*lines, *_remarks(result.warnings, ())])
 
 
 def verification_text(result: VerificationResult) -> str:
@@ -93,11 +95,16 @@ def verification_text(result: VerificationResult) -> str:
         )
     lines += [f"option         {name}: {json.dumps(value)} (says the output)" for name, value in result.options.items()]
     if result.ok:
-        return "\n".join([*lines, "verified: no difference"])
+        return _page([*lines, "verified: no difference"])
     lines += [f"DIFFERS: {result.differences:,} differences", *map(str, result.first[:_MOST_DIFFERENCES])]
     if result.differences > _MOST_DIFFERENCES:
         lines.append("... (`--report FILE` holds the first 100)")
-    return "\n".join(lines)
+    return _page(lines)
+
+
+def _page(lines: Iterable[str]) -> str:
+    """Lines as they are printed: names in them cannot begin a new one."""
+    return "\n".join(map(printable, lines))
 
 
 def _kernel_scale_lines(kinds: Mapping[str, int], reasons: Sequence[str]) -> Iterator[str]:
@@ -107,10 +114,10 @@ def _kernel_scale_lines(kinds: Mapping[str, int], reasons: Sequence[str]) -> Ite
 
 
 def _remarks(warnings: Sequence[str], refusals: Sequence[str]) -> Iterator[str]:
-    for warning in warnings:
-        yield f"warning: {warning}"
-    for refusal in refusals:
-        yield f"refused: {refusal}"
+    for kind, sentences in (("warning", warnings), ("refused", refusals)):
+        yield from (f"{kind}: {sentence}" for sentence in sentences[:_MOST_REMARKS])
+        if len(sentences) > _MOST_REMARKS:
+            yield f"{kind}: and {len(sentences) - _MOST_REMARKS:,} more (`--json` lists all)"
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:

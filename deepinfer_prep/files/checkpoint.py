@@ -17,7 +17,7 @@ from typing import Any
 from deepinfer_prep.errors import CheckpointError, list_some
 from deepinfer_prep.files.completeness import check_complete, explain_no_shards, explain_no_source
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
-from deepinfer_prep.files.source_files import OtherFile, check_is_text, exists, find_others
+from deepinfer_prep.files.source_files import OtherFile, check_is_text, check_link, exists, find_others
 from deepinfer_prep.files.storage import FileState, Place, open_reader
 from deepinfer_prep.files.untrusted import CONFIG, INDEX, JsonError, Limits, name_problem, read_object, shorten
 from deepinfer_prep.naming import INDEX_SUFFIX, PREFERRED_INDEX, SHARD_SUFFIX, WORKSPACE_NAME
@@ -66,8 +66,10 @@ class Checkpoint:
         return f"{self.shards[self.shard_of[tensor]].path}: tensor {tensor!r}"
 
 
-def open_checkpoint(path: Place) -> Checkpoint:
+def open_checkpoint(path: Place, follow_links: bool = False) -> Checkpoint:
     """Read the headers of a checkpoint: a folder, or one .safetensors file with the config.json beside it.
+
+    Links in the folder that lead out of it are refused, but for those of a Hugging Face cache, unless `follow_links`.
 
     Raises:
         ContainerError: a file is not a well-formed safetensors file.
@@ -78,7 +80,9 @@ def open_checkpoint(path: Place) -> Checkpoint:
         raise explain_no_source(path)
     if not path.is_dir():
         check_is_text(path.name, path.parent)
-        return _assemble(path.parent, [read_shard(path)], _read_configs(path.parent, _CONFIG_NAMES), (), [])
+        return _assemble(
+            path.parent, [read_shard(path)], _read_configs(path.parent, _CONFIG_NAMES, follow_links), (), []
+        )
     if (path / WORKSPACE_NAME / "journal").exists():
         raise CheckpointError(
             f"{path} holds an unfinished run of deepinfer-prep ({WORKSPACE_NAME}): it is an output, not a checkpoint. "
@@ -86,8 +90,12 @@ def open_checkpoint(path: Place) -> Checkpoint:
             code="unfinished-run",
         )
     index_name = _find_index(path)
+    if index_name:
+        check_link(path, path / index_name, follow_links)
     weight_map = read_index(path / index_name) if index_name else None
     names = _shard_names(path, weight_map)
+    for name in names:
+        check_link(path, path / name, follow_links)
     check_complete(path, names)
     shards = _read_shards([path / name for name in names])
     if weight_map is None:
@@ -96,9 +104,9 @@ def open_checkpoint(path: Place) -> Checkpoint:
     if weight_map is not None and index_name is not None:
         check_index(path / index_name, weight_map, shards)
         warnings += _check_total_size(path / index_name, shards)
-    others, other_warnings = find_others(path, {shard.name for shard in shards})
+    others, other_warnings = find_others(path, {shard.name for shard in shards}, follow_links)
     others, index_warnings = _without_dangling_indexes(index_name, others)
-    configs = _read_configs(path, _config_names(path))
+    configs = _read_configs(path, _config_names(path), follow_links)
     return _assemble(path, shards, configs, others, [*warnings, *other_warnings, *index_warnings])
 
 
@@ -304,8 +312,14 @@ def _config_names(folder: Place) -> list[str]:
     return list(dict.fromkeys([*_CONFIG_NAMES, *other]))
 
 
-def _read_configs(folder: Place, names: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
-    return {name: read_json(folder / name, CONFIG) for name in names if (folder / name).exists()}
+def _read_configs(folder: Place, names: Iterable[str], follow_links: bool) -> Mapping[str, Mapping[str, Any]]:
+    configs = {}
+    for name in names:
+        # What is called so and is no file is told where the other files are looked at; config.json has to be one.
+        if (folder / name).is_file() or (name == "config.json" and (folder / name).exists()):
+            check_link(folder, folder / name, follow_links)
+            configs[name] = read_json(folder / name, CONFIG)
+    return configs
 
 
 def read_json(path: Place, limits: Limits) -> dict[str, Any]:

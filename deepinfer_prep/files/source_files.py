@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from deepinfer_prep.errors import CheckpointError, ContainerError
 from deepinfer_prep.files.container import LFS_START, read_header
 from deepinfer_prep.files.storage import FileState, Place, open_reader
+from deepinfer_prep.files.untrusted import leads_out
 from deepinfer_prep.naming import DISCARDED_NAME, SHARD_SUFFIX, WORKSPACE_NAME
 
 _SKIPPED = frozenset({".cache", ".git", ".huggingface", "__pycache__", WORKSPACE_NAME, DISCARDED_NAME})
@@ -19,6 +21,7 @@ _CONTROL_FILE_SUFFIX = ".aria2"
 _UNCONVERTED = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _LARGEST_LFS_POINTER = 1024
 _DEEPEST_FOLDER = 64
+_PSEUDO = ("/proc/", "/sys/")
 _OTHER_WEIGHT_SUFFIXES = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 
 
@@ -29,6 +32,28 @@ class OtherFile:
     name: str
     path: Place
     state: FileState
+
+
+def check_link(root: Place, path: Place, follow_links: bool) -> None:
+    """Refuse a file of a checkpoint whose links lead out of its folder: what lies there may be anybody's secret.
+
+    Links into the blobs of a Hugging Face cache are followed, and others where the user says so; never those to what
+    is no file at all, such as /proc.
+
+    Raises:
+        CheckpointError: it is such a link.
+    """
+    if not isinstance(root, Path) or not isinstance(path, Path) or not leads_out(root, path):
+        return
+    target = os.path.realpath(path)
+    if target.startswith(_PSEUDO):
+        raise CheckpointError(f"{path} leads to {target}, which is no file. Remove it.", code="link-out")
+    if not follow_links:
+        raise CheckpointError(
+            f"{path} is a link to {target}, outside the checkpoint's folder. If it belongs to the checkpoint, say so "
+            "with --follow-links; if not, remove it: its contents would be copied.",
+            code="link-out",
+        )
 
 
 def exists(path: Place) -> bool:
@@ -46,7 +71,9 @@ def exists(path: Place) -> bool:
     return True
 
 
-def find_others(folder: Place, shard_names: set[str]) -> tuple[tuple[OtherFile, ...], list[str]]:
+def find_others(
+    folder: Place, shard_names: set[str], follow_links: bool = False
+) -> tuple[tuple[OtherFile, ...], list[str]]:
     others: list[OtherFile] = []
     left_out: dict[str, str] = {}
     for name, path, reach in _walk(folder, "", frozenset({folder.resolve()})):
@@ -58,6 +85,8 @@ def find_others(folder: Place, shard_names: set[str]) -> tuple[tuple[OtherFile, 
             raise CheckpointError(
                 f"{path} is a link to a file that is not there. Fetch it again, or remove the link.", code="broken-link"
             )
+        if path.is_file():
+            check_link(folder, path, follow_links)
         reason = _why_left_out(name, path)
         if reason:
             left_out[name] = reason

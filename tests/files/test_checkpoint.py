@@ -211,7 +211,7 @@ def test_a_folder_named_like_an_index_is_no_index(tmp_path: Path) -> None:
 @pytest.mark.timeout(20)
 def test_a_pipe_in_place_of_a_shard_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    assert "model.safetensors is a pipe, socket or device, where a file was expected" in refuse(tmp_path)
+    assert "model.safetensors is a pipe or device, where a file was expected" in refuse(tmp_path)
 
 
 @pytest.mark.timeout(20)
@@ -274,7 +274,7 @@ def test_links_between_folders_neither_loop_nor_multiply(tmp_path: Path) -> None
     (tmp_path / "shared" / "deep" / "x.txt").write_text("x")
     (source / "one").symlink_to("../shared")
     (source / "two").symlink_to("../shared")
-    names = [other.name for other in open_checkpoint(source).others]
+    names = [other.name for other in open_checkpoint(source, follow_links=True).others]
     assert names == [INDEX, "one/deep/x.txt", "two/deep/x.txt"]
     previous = tmp_path / "shared"
     for level in range(30):
@@ -284,7 +284,8 @@ def test_links_between_folders_neither_loop_nor_multiply(tmp_path: Path) -> None
         (folder / "right").symlink_to(previous)
         previous = folder
     (source / "bomb").symlink_to(previous)
-    assert "is a link to a folder inside a linked folder" in refuse(source)
+    with raises_code("link-in-link"):
+        open_checkpoint(source, follow_links=True)
 
 
 @pytest.mark.parametrize("name", ["new\nline.txt", "\U0001f9ee.txt", "-rf", "a b\tc", "x" * 255])
@@ -324,9 +325,10 @@ def test_an_unfinished_output_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_one_file_through_a_link_keeps_the_name_of_the_link(tmp_path: Path) -> None:
     write_file(tmp_path / "blobs" / "0123abcd", PAIR)
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/0123abcd")
-    for path in (tmp_path / "snapshot", tmp_path / "snapshot" / "model.safetensors"):
+    snapshot = tmp_path / "snapshots" / "4567cdef"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123abcd")
+    for path in (snapshot, snapshot / "model.safetensors"):
         (shard,) = open_checkpoint(path).shards
         assert shard.name == "model.safetensors"
         assert shard.state == FileState.of(tmp_path / "blobs" / "0123abcd")

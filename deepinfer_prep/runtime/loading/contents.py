@@ -12,6 +12,7 @@ import torch
 
 from deepinfer_prep.errors import ManifestError
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
+from deepinfer_prep.files.untrusted import leads_out
 from deepinfer_prep.manifest import Manifest, read_manifest
 from deepinfer_prep.naming import MANIFEST_NAME, MARKER, WORKSPACE_NAME
 from deepinfer_prep.runtime.dtypes import TORCH_DTYPES, torch_shape
@@ -87,6 +88,10 @@ def _refuse_unfinished(folder: Path) -> None:
 
 def _read_header(folder: Path, name: str, manifest: Manifest) -> Header:
     path, record = folder / name, manifest.files.get(name)
+    if leads_out(folder, path):
+        raise ManifestError(
+            f"{path} is a link that leads out of the folder, and is not followed. Put the file itself there."
+        )
     if not path.exists():
         raise ManifestError(f"{path} is missing, but {MANIFEST_NAME} names it. {_VERIFY}")
     found = path.stat().st_size
