@@ -19,10 +19,13 @@ from typing import Literal, get_args
 import torch
 
 from deepinfer_prep.errors import CheckpointError
+from deepinfer_prep.files.storage import Place, StoredPlace
 from deepinfer_prep.manifest import Manifest, WeightRecord
 from deepinfer_prep.quantized import KERNEL_BLOCK
+from deepinfer_prep.remote.places import to_place
 from deepinfer_prep.runtime.loading.contents import StoredTensor, read_contents
 from deepinfer_prep.runtime.loading.gc_pause import collector_paused
+from deepinfer_prep.runtime.loading.remote_file import RemoteTensorFile
 from deepinfer_prep.runtime.loading.requests import Batch, Request
 from deepinfer_prep.runtime.loading.slices import WHOLE, Grid, Slice, axis_of, in_step, share, unit_of
 from deepinfer_prep.runtime.loading.tensor_file import TensorFile
@@ -54,7 +57,8 @@ class PreparedCheckpoint:
     that is not aligned there, is always copied.
 
     Args:
-        folder: the output.
+        folder: the output: a path, or the URL of a store, s3://bucket/prefix. From a store, parts are ranged reads
+            into fresh memory, whatever `access` says, and gaps below 1 MiB are read over.
         access: "mmap" or "pread".
         verify: "headers" compares manifest and headers when the checkpoint is opened. "digests" also compares every
             segment of 64 MiB of which something is read with its digest in the manifest, once, while it is read;
@@ -69,7 +73,7 @@ class PreparedCheckpoint:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | StoredPlace,
         *,
         access: Literal["mmap", "pread"] = "mmap",
         verify: Verify = "headers",
@@ -77,7 +81,7 @@ class PreparedCheckpoint:
     ) -> None:
         if verify not in get_args(Verify):
             raise ValueError(f"verify is {verify!r}; it has to be one of {', '.join(map(repr, get_args(Verify)))}")
-        self.folder = Path(folder)
+        self.folder: Place = to_place(folder)
         self.access = access
         self.workers = workers or min(16, 2 * len(os.sched_getaffinity(0)))
         with collector_paused():
@@ -87,13 +91,22 @@ class PreparedCheckpoint:
         """Every tensor by name, those of the sidecar last."""
         self._grids = contents.grids
         names = (*self.manifest.shards, *self.manifest.sidecar)
-        self._files = {name: TensorFile(self.folder / name, self.manifest.files[name].size) for name in names}
+        self._files = {name: _open(self.folder / name, self.manifest.files[name].size) for name in names}
         self._verifier = None
         if verify != "headers":
-            is_mapped, checks_codes = access == "mmap", verify == "codes"
-            self._verifier = Verifier(self._files, self.manifest, self.tensors, codes=checks_codes, mapped=is_mapped)
+            self._verifier = self._make_verifier(codes=verify == "codes")
         self._lock = threading.Lock()
         self._bytes_read = 0
+
+    def _make_verifier(self, codes: bool) -> Verifier:
+        local = {name: file for name, file in self._files.items() if isinstance(file, TensorFile)}
+        if len(local) < len(self._files):
+            raise CheckpointError(
+                f"{self.folder}: digests are compared while loading only from files of this machine, as whole segments "
+                f'are read. Open it with verify="headers", and run `deepinfer-prep verify {self.folder}` once.',
+                code="verify-remote",
+            )
+        return Verifier(local, self.manifest, self.tensors, codes=codes, mapped=self.access == "mmap")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -283,6 +296,10 @@ class PreparedCheckpoint:
         shape, where = self.tensor(name).shape, self._where(name)
         grids = (self._scale_grid(record), self._kernel_grid(record))
         return math.lcm(*(unit_of(axis, shape, grid, where) for grid in grids if grid is not None))
+
+
+def _open(place: Place, size: int) -> TensorFile | RemoteTensorFile:
+    return TensorFile(place, size) if isinstance(place, Path) else RemoteTensorFile(place)
 
 
 def _stored_block(record: WeightRecord, block: tuple[int, int] | None) -> tuple[int, int] | None:

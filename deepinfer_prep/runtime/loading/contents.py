@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import torch
 
 from deepinfer_prep.errors import ManifestError
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
+from deepinfer_prep.files.storage import FileState, Place
 from deepinfer_prep.files.untrusted import leads_out
 from deepinfer_prep.manifest import Manifest, read_manifest
 from deepinfer_prep.naming import MANIFEST_NAME, MARKER, WORKSPACE_NAME
@@ -19,6 +21,7 @@ from deepinfer_prep.runtime.dtypes import TORCH_DTYPES, torch_shape
 from deepinfer_prep.runtime.loading.byte_layout import FileLayout
 from deepinfer_prep.runtime.loading.consistency import contradictions, is_grid, scale_grid
 
+_READ_AT_ONCE = 16
 _VERIFY = "`deepinfer-prep verify` tells what is wrong with the folder; if it was changed, convert again."
 
 
@@ -53,7 +56,7 @@ class Contents:
     """The scales stored with axes of 1 beyond those of their grid: [rows, 1, columns, 1] -> [rows, columns]."""
 
 
-def read_contents(folder: Path) -> Contents:
+def read_contents(folder: Place) -> Contents:
     """Read the manifest and all headers.
 
     Raises:
@@ -64,8 +67,8 @@ def read_contents(folder: Path) -> Contents:
     _refuse_unfinished(folder)
     manifest = read_manifest(folder)
     tensors: dict[str, StoredTensor] = {}
-    for name in (*manifest.shards, *manifest.sidecar):
-        header = _read_header(folder, name, manifest)
+    names = (*manifest.shards, *manifest.sidecar)
+    for name, header in zip(names, _read_headers(folder, names, manifest), strict=True):
         tensors.update((info.name, _stored(folder, name, header, info)) for info in header.tensors)
     _check_names(folder, manifest, tensors)
     problems = contradictions(manifest, tensors)
@@ -76,7 +79,7 @@ def read_contents(folder: Path) -> Contents:
     return Contents(manifest, tensors, dict(_grids(manifest, tensors)))
 
 
-def _refuse_unfinished(folder: Path) -> None:
+def _refuse_unfinished(folder: Place) -> None:
     if not folder.is_dir():
         raise ManifestError(f"{folder} is no folder. Give the output folder of `deepinfer-prep convert`.")
     if (folder / WORKSPACE_NAME).exists() and not (folder / MANIFEST_NAME).exists():
@@ -86,15 +89,22 @@ def _refuse_unfinished(folder: Path) -> None:
         )
 
 
-def _read_header(folder: Path, name: str, manifest: Manifest) -> Header:
+def _read_headers(folder: Place, names: Sequence[str], manifest: Manifest) -> list[Header]:
+    if isinstance(folder, Path):
+        return [_read_header(folder, name, manifest) for name in names]
+    with ThreadPoolExecutor(_READ_AT_ONCE) as executor:  # Each waits for answers of a store.
+        return list(executor.map(lambda name: _read_header(folder, name, manifest), names))
+
+
+def _read_header(folder: Place, name: str, manifest: Manifest) -> Header:
     path, record = folder / name, manifest.files.get(name)
-    if leads_out(folder, path):
+    if isinstance(folder, Path) and isinstance(path, Path) and leads_out(folder, path):
         raise ManifestError(
             f"{path} is a link that leads out of the folder, and is not followed. Put the file itself there."
         )
     if not path.exists():
         raise ManifestError(f"{path} is missing, but {MANIFEST_NAME} names it. {_VERIFY}")
-    found = path.stat().st_size
+    found = FileState.of(path).size
     if record is None or record.size != found:
         expected = "no such file" if record is None else f"{record.size:,} bytes"
         raise ManifestError(f"{path} has {found:,} bytes, but {MANIFEST_NAME} says {expected}. {_VERIFY}")
@@ -107,14 +117,14 @@ def _read_header(folder: Path, name: str, manifest: Manifest) -> Header:
     return header
 
 
-def _stored(folder: Path, file: str, header: Header, info: TensorInfo) -> StoredTensor:
+def _stored(folder: Place, file: str, header: Header, info: TensorInfo) -> StoredTensor:
     dtype = TORCH_DTYPES.get(info.dtype)
     if dtype is None:
         raise ManifestError(f"{folder / file}: tensor {info.name!r} has the dtype {info.dtype}, which torch lacks.")
     return StoredTensor(info.name, dtype, torch_shape(info.dtype, info.shape), file, header.data_start + info.start)
 
 
-def _check_names(folder: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> None:
+def _check_names(folder: Place, manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> None:
     absent = [name for name in _named_tensors(manifest) if name not in tensors]
     if absent:
         raise ManifestError(

@@ -11,6 +11,7 @@ import torch
 from deepinfer_prep.errors import CheckpointError
 from deepinfer_prep.runtime.dtypes import holds_same_bytes
 from deepinfer_prep.runtime.loading.contents import StoredTensor
+from deepinfer_prep.runtime.loading.remote_file import RemoteTensorFile
 from deepinfer_prep.runtime.loading.slices import WHOLE, Bounds, Slice, bounds_of, shape_of
 from deepinfer_prep.runtime.loading.tensor_file import TensorFile, new_host_tensor
 from deepinfer_prep.runtime.loading.transfers import Fill, Transfer, fill_transfers, populate_transfers
@@ -33,7 +34,7 @@ class Batch:
         mapped: whether they may be views of the files' pages.
     """
 
-    def __init__(self, files: Mapping[str, TensorFile], device: torch.device, mapped: bool) -> None:
+    def __init__(self, files: Mapping[str, TensorFile | RemoteTensorFile], device: torch.device, mapped: bool) -> None:
         self._files, self._device = files, device
         self._mapped = mapped and device.type == "cpu"
         self._views: dict[str, list[tuple[int, int]]] = {}
@@ -75,17 +76,19 @@ class Batch:
     def transfers(self) -> Iterator[Transfer]:
         """All steps, in the order of the files."""
         for name, file in self._files.items():
-            yield from populate_transfers(file, sorted(self._views.get(name, ())))
+            if isinstance(file, TensorFile):
+                yield from populate_transfers(file, sorted(self._views.get(name, ())))
             yield from fill_transfers(sorted(self._fills.get(name, ()), key=_first_byte))
 
     def _view(self, tensor: StoredTensor, start: int, shape: tuple[int, ...]) -> torch.Tensor | None:
         """A view of contiguous bytes; None where they have to be copied."""
         item_bytes = tensor.dtype.itemsize
         nbytes = math.prod(shape) * item_bytes
-        if not self._mapped or nbytes == 0 or start % item_bytes:
+        file = self._files[tensor.file]
+        if not self._mapped or not isinstance(file, TensorFile) or nbytes == 0 or start % item_bytes:
             return None
         self._views.setdefault(tensor.file, []).append((start, start + nbytes))
-        return self._files[tensor.file].view(start, tensor.dtype, shape)
+        return file.view(start, tensor.dtype, shape)
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._device.type == "cpu":

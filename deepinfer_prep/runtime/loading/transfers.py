@@ -11,6 +11,7 @@ import torch
 from deepinfer_prep import fp8
 from deepinfer_prep.files.storage import MOST_BUFFERS
 from deepinfer_prep.runtime.loading.byte_layout import ByteRuns, FileLayout
+from deepinfer_prep.runtime.loading.remote_file import RemoteTensorFile
 from deepinfer_prep.runtime.loading.slices import Bounds
 from deepinfer_prep.runtime.loading.tensor_file import TensorFile
 
@@ -55,7 +56,7 @@ class Populate:
 class Scatter:
     """Read consecutive bytes into memory that belongs to one or many tensors."""
 
-    file: TensorFile
+    file: TensorFile | RemoteTensorFile
     start: int
     buffers: tuple[fp8.U8, ...]
 
@@ -72,7 +73,7 @@ class Scatter:
 class Gather:
     """Read pieces of rows into contiguous memory."""
 
-    file: TensorFile
+    file: TensorFile | RemoteTensorFile
     runs: ByteRuns
     out: fp8.U8
 
@@ -88,7 +89,7 @@ class Gather:
 class Stage:
     """Read through host memory into a tensor on another device, or one that is not contiguous."""
 
-    file: TensorFile
+    file: TensorFile | RemoteTensorFile
     runs: ByteRuns
     out: torch.Tensor
 
@@ -109,7 +110,7 @@ class Stage:
 class Fill:
     """A tensor and the part of a stored tensor that fills it."""
 
-    file: TensorFile
+    file: TensorFile | RemoteTensorFile
     layout: FileLayout
     bounds: Bounds
     out: torch.Tensor
