@@ -9,10 +9,10 @@ from deepinfer_prep._version import __version__
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.options import Options
 from deepinfer_prep.quantized import FLOAT_DTYPES
+from deepinfer_prep.report.byte_counts import I64
 from deepinfer_prep.report.codes import CodeFigures, halved_figures, halving_decibels, source_figures
 from deepinfer_prep.report.counting import Counted, count_subject
 from deepinfer_prep.report.figures import Distribution, KernelRow, OutputFacts, Report, TensorRow, Verification
-from deepinfer_prep.report.histograms import I64
 from deepinfer_prep.report.layers import kind_and_layer
 from deepinfer_prep.report.subject import DEPENDS, DERIVED, NONE, Kernel, Subject, Weight, read_subject
 from deepinfer_prep.report.verdict import judge

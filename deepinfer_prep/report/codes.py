@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from deepinfer_prep import fp8
-
-if TYPE_CHECKING:
-    from deepinfer_prep.report.histograms import I64
+from deepinfer_prep.report.byte_counts import I64
 
 F64 = npt.NDArray[np.float64]
 

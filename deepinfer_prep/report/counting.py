@@ -10,9 +10,10 @@ import numpy as np
 from deepinfer_prep import fp8
 from deepinfer_prep.families.user_map import compile_pattern
 from deepinfer_prep.options import Options
+from deepinfer_prep.report.byte_counts import I64
 from deepinfer_prep.report.codes import CodeFigures, halved_figures, source_figures
 from deepinfer_prep.report.figures import ScaleFigures
-from deepinfer_prep.report.histograms import I64, ScaleCounts, count_tensors
+from deepinfer_prep.report.histograms import ScaleCounts, count_tensors
 from deepinfer_prep.report.layer_map import MapBuilder, scale_figures
 from deepinfer_prep.report.subject import Subject
 from deepinfer_prep.workers import ProgressCallback

@@ -12,52 +12,33 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from deepinfer_prep import fp8
 from deepinfer_prep.files import segments
 from deepinfer_prep.files.container import Location
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.quantized import FLOAT_DTYPES, element_bytes
+from deepinfer_prep.report.byte_counts import I64, count_each_code
 from deepinfer_prep.workers import Meter, ProgressCallback, batches, run_parallel
 
-I64 = npt.NDArray[np.int64]
-
 _BATCH_PIECES = 256
-_PAIRS = 256 * 1024
-"""Pairs of codes counted at a time: as indices they take 2 MiB, which mostly stays in the processor's cache."""
-_WORTH_PAIRING = 32 * 1024
-"""Bytes above which 65,536 counters, which have to be cleared and folded, cost less than they save."""
 
 
-def count_each_code(codes: fp8.U8) -> I64:
-    """How often each of the 256 byte values occurs in a contiguous array; int64 of shape [256].
+LOWEST_EXPONENT = -1074
+"""That of the smallest float64."""
+_EXPONENTS = 1024 - LOWEST_EXPONENT
 
-    numpy.bincount takes as long for an element of one byte as for one of two, so that counting pairs of bytes
-    and adding up the rows and columns of the 256 x 256 counts is more than twice as fast.
-    """
-    if codes.size < _WORTH_PAIRING:
-        return np.bincount(codes, minlength=256)
-    pairs = codes[: codes.size // 2 * 2].view(np.uint16)
-    indices = np.empty(min(_PAIRS, pairs.size), dtype=np.intp)
-    counts = np.zeros(1 << 16, dtype=np.int64)
-    for start in range(0, pairs.size, _PAIRS):
-        piece = pairs[start : start + _PAIRS]
-        np.copyto(indices[: piece.size], piece)
-        counts += np.bincount(indices[: piece.size], minlength=1 << 16)
-    square = counts.reshape(256, 256)
-    total: I64 = square.sum(axis=0) + square.sum(axis=1)
-    if codes.size % 2:
-        total[codes[-1]] += 1
-    return total
+
+def _no_exponents() -> I64:
+    return np.zeros(_EXPONENTS, dtype=np.int64)
 
 
 @dataclass(slots=True)
 class ScaleCounts:
     """How the values of a scale tensor are spread."""
 
-    exponents: Counter[int] = field(default_factory=Counter)
-    """floor(log2(value)) of the positive finite values -> how many values have it."""
+    exponents: I64 = field(default_factory=_no_exponents)
+    """How many positive finite values have floor(log2(value)) = `LOWEST_EXPONENT` + position."""
     other: int = 0
     """Values that are zero, negative, infinite or NaN."""
     all_powers: bool = True
@@ -65,9 +46,14 @@ class ScaleCounts:
 
     def add(self, more: ScaleCounts) -> None:
         """Add the counts of other values."""
-        self.exponents.update(more.exponents)
+        self.exponents += more.exponents
         self.other += more.other
         self.all_powers = self.all_powers and more.all_powers
+
+    def by_exponent(self) -> dict[int, int]:
+        """The exponents that occur, in their order -> how many values have each."""
+        found = np.flatnonzero(self.exponents)
+        return dict(zip((found + LOWEST_EXPONENT).tolist(), self.exponents[found].tolist(), strict=True))
 
 
 def count_scales(values: fp8.U8, dtype: str) -> ScaleCounts:
@@ -77,18 +63,21 @@ def count_scales(values: fp8.U8, dtype: str) -> ScaleCounts:
         values: raw little-endian bytes of whole elements, contiguous.
         dtype: "F64", "F32", "F16" or "BF16"; every other name stands for e8m0 bytes (2^(byte - 127)).
     """
+    result = ScaleCounts()
     if dtype not in FLOAT_DTYPES:
         counts = count_each_code(values)
-        found = {int(code) - 127: int(counts[code]) for code in np.flatnonzero(counts[:255])}
-        return ScaleCounts(Counter(found), int(counts[255]), all_powers=counts[255] == 0)
+        result.exponents[-127 - LOWEST_EXPONENT : 128 - LOWEST_EXPONENT] = counts[:255]
+        result.other = int(counts[255])
+        result.all_powers = not result.other
+        return result
     floats = fp8.widen(values, dtype).astype(np.float64)
     usable = floats[np.isfinite(floats) & (floats > 0)]
     mantissa, exponent = np.frexp(usable)
-    distinct, counts = np.unique(exponent, return_counts=True)
     # frexp gives a mantissa in [0.5, 1), so its exponent is one above floor(log2(value)).
-    found = {int(power) - 1: int(count) for power, count in zip(distinct, counts, strict=True)}
-    other = floats.size - usable.size
-    return ScaleCounts(Counter(found), other, all_powers=other == 0 and bool((mantissa == 0.5).all()))
+    result.exponents += np.bincount(exponent - 1 - LOWEST_EXPONENT, minlength=_EXPONENTS)
+    result.other = floats.size - usable.size
+    result.all_powers = not result.other and bool((mantissa == 0.5).all())
+    return result
 
 
 @dataclass(frozen=True, slots=True)

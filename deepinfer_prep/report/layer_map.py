@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-import numpy as np
+from itertools import accumulate
 
 from deepinfer_prep.files.container import TensorInfo
+from deepinfer_prep.report.byte_counts import I64
 from deepinfer_prep.report.codes import CodeFigures
 from deepinfer_prep.report.figures import LayerMap, MapCell, ScaleFigures
-from deepinfer_prep.report.histograms import I64, ScaleCounts
+from deepinfer_prep.report.histograms import ScaleCounts
 from deepinfer_prep.report.layers import kind_and_layer
 
 MOST_KINDS = 40
@@ -26,7 +26,7 @@ NO_LAYER = "none"
 
 @dataclass(slots=True)
 class _Sums:
-    tensors: int = 0
+    tensors: int
     codes: I64 | None = None
     scales: ScaleCounts = field(default_factory=ScaleCounts)
 
@@ -36,31 +36,26 @@ class MapBuilder:
 
     def __init__(self, tensors: Iterable[TensorInfo]) -> None:
         sizes: Counter[str] = Counter()
-        members: Counter[tuple[str, int | None]] = Counter()
+        places: dict[str, tuple[str, int | None]] = {}
         for tensor in tensors:
-            place = kind_and_layer(tensor.name)
-            sizes[place[0]] += tensor.nbytes
-            members[place] += 1
+            places[tensor.name] = kind_and_layer(tensor.name)
+            sizes[places[tensor.name][0]] += tensor.nbytes
         named = [kind for kind, _ in sizes.most_common(MOST_KINDS if len(sizes) <= MOST_KINDS else MOST_KINDS - 1)]
         self._kinds = sorted(named) + ([OTHER_KINDS] if len(named) < len(sizes) else [])
-        self._row_of = {kind: row for row, kind in enumerate(self._kinds)}
-        self._columns, self._column_of = _columns({layer for _, layer in members})
-        self._sums: dict[tuple[int, int], _Sums] = {}
-        for (kind, layer), count in members.items():
-            self._at(kind, layer).tensors += count
+        self._columns, column_of = _columns({layer for _, layer in places.values()})
+        row_of = {kind: row for row, kind in enumerate(self._kinds)}
+        last = len(self._kinds) - 1
+        self._place_of = {name: (row_of.get(kind, last), column_of[layer]) for name, (kind, layer) in places.items()}
+        self._sums = {place: _Sums(count) for place, count in Counter(self._place_of.values()).items()}
 
     def add_codes(self, name: str, codes: I64) -> None:
         """Add the counts of one of the tensors."""
-        sums = self._at(*kind_and_layer(name))
+        sums = self._sums[self._place_of[name]]
         sums.codes = codes.copy() if sums.codes is None else sums.codes + codes
 
     def add_scales(self, name: str, scales: ScaleCounts) -> None:
         """Add the scale of one of the tensors."""
-        self._at(*kind_and_layer(name)).scales.add(scales)
-
-    def _at(self, kind: str, layer: int | None) -> _Sums:
-        row = self._row_of.get(kind, len(self._kinds) - 1)
-        return self._sums.setdefault((row, self._column_of[layer]), _Sums())
+        self._sums[self._place_of[name]].scales.add(scales)
 
     def kinds(self) -> dict[str, I64]:
         """The counts of codes of each kind that has any."""
@@ -103,12 +98,13 @@ def _columns(layers: set[int | None]) -> tuple[list[str], dict[int | None, int]]
 
 def scale_figures(counts: ScaleCounts) -> ScaleFigures | None:
     """Smallest, median and largest exponent; None where there are no values."""
-    usable = counts.exponents.total()
+    found = counts.by_exponent()
+    usable = sum(found.values())
     if not usable + counts.other:
         return None
     if not usable:
         return ScaleFigures(counts.other, None, None, None, counts.other)
-    exponents = sorted(counts.exponents)
-    reached = np.cumsum([counts.exponents[exponent] for exponent in exponents])
-    median = exponents[int(np.searchsorted(reached, (usable + 1) // 2))]
+    exponents = [*found]
+    reached = accumulate(found.values())
+    median = next(exponent for exponent, below in zip(exponents, reached, strict=True) if 2 * below >= usable)
     return ScaleFigures(usable + counts.other, exponents[0], median, exponents[-1], counts.other)

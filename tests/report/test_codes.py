@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from deepinfer_prep import fp8
+from deepinfer_prep.report.byte_counts import count_each_code
 from deepinfer_prep.report.codes import halved_figures, halving_decibels, source_figures
-from deepinfer_prep.report.histograms import count_each_code
 
 E4M3FN, E4M3 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3
 ALL_CODES = np.arange(256, dtype=np.uint8)
