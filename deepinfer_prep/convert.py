@@ -92,7 +92,7 @@ def convert_checkpoint(
     target = open_target(output)
     plan = _plan(source, target, options or Options(), overwrite, follow_links)
     workers = workers or default_workers()
-    check_values(plan, workers, chunk_size, progress)
+    warnings = check_values(plan, workers, chunk_size, progress)
     if plan.options.strict:
         _refuse_nan(plan, scan_codes(plan, workers, chunk_size, progress, ALL_FP8))
     with target.hold(_identity(plan), plan.files, overwrite) as run:
@@ -100,7 +100,7 @@ def convert_checkpoint(
         if manifest is None:
             manifest, resumed = _write_all(plan, run, workers, chunk_size, progress)
         run.publish(manifest)
-    return _result(plan, output, manifest, resumed, run.warnings, time.monotonic() - started)
+    return _result(plan, output, manifest, resumed, warnings + run.warnings, time.monotonic() - started)
 
 
 def plan_output(

@@ -15,6 +15,7 @@ from deepinfer_prep.planning.plan import Plan, plan_conversion
 from deepinfer_prep.remote.places import to_place
 from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, ProgressCallback, default_workers
 from deepinfer_prep.writing.preflight import find_problems, find_unsafe, scan_codes
+from deepinfer_prep.writing.scale_values import ScaleJudge
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +100,20 @@ def inspect_checkpoint(
     if not scan:
         return summarise(plan, workers, chunk_size)
     scanned = _scan(plan, workers, chunk_size, progress)
-    problems = find_problems(plan, workers, chunk_size, progress)
-    return summarise(plan, workers, chunk_size, scanned, problems)
+    judge = ScaleJudge(plan)
+    problems = find_problems(plan, workers, chunk_size, progress, judge)
+    return summarise(plan, workers, chunk_size, scanned, problems, judge.warnings)
 
 
 def summarise(
-    plan: Plan, workers: int, chunk_size: int, scanned: ScanResult | None = None, problems: tuple[Reason, ...] = ()
+    plan: Plan,
+    workers: int,
+    chunk_size: int,
+    scanned: ScanResult | None = None,
+    problems: tuple[Reason, ...] = (),
+    told: tuple[str, ...] = (),
 ) -> Inspection:
-    """Put a plan into figures, with what a scan found and the values that stand in the way."""
+    """Put a plan into figures, with what a scan found, the values that stand in the way, and those to be told of."""
     refusals = plan.refusals + problems
     return Inspection(
         root=plan.checkpoint.root,
@@ -126,7 +133,7 @@ def summarise(
         activation_scales=plan.activation_scales,
         unscaled=plan.unscaled,
         scan=scanned,
-        warnings=plan.warnings,
+        warnings=plan.warnings + told,
         refusals=refusals,
         refusal_codes=tuple(reason.code for reason in refusals),
     )

@@ -115,7 +115,7 @@ def float_scaled(folder: Path, scale: torch.Tensor, rows: int, columns: int, blo
 def test_power_of_two_blocks_of_128_give_the_kernel_scale(tmp_path: Path) -> None:
     exponents = torch.randint(-100, 100, (3, 2))
     float_scaled(tmp_path / "source", torch.ldexp(torch.ones(3, 2), exponents), 300, 250, [128, 128])
-    convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", options=Options(implausible_scales="accept"))
     sidecar = load_file(tmp_path / "out" / "neuron/neuron-00001-of-00001.safetensors")
     found = sidecar["l.weight.nki_scale"]
     expected = (exponents + 127 + 1).repeat_interleave(4, 0).repeat_interleave(4, 1)[:10, :8]
@@ -128,7 +128,7 @@ def test_other_float_scales_give_no_kernel_scale_and_the_reason(tmp_path: Path, 
     scale = torch.ones(3, 2)
     scale[1, 1] = value
     float_scaled(tmp_path / "source", scale, 300, 250, [128, 128])
-    result = convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    result = convert_checkpoint(tmp_path / "source", tmp_path / "out", options=Options(implausible_scales="accept"))
     assert result.kernel_scales == {"not every scale is a positive power of two": 1}
     assert not list((tmp_path / "out").glob("neuron-*.safetensors"))
 

@@ -20,7 +20,7 @@ _LOOKS_LIKE_A_PART = re.compile(
 )
 _HARMLESS = re.compile(r"(?:_ub|bias|comfy_quant|weight_shape|weight_packed)$")
 _OF_ACTIVATIONS = re.compile(r"^(?:input|output|act|activation|a|k|v|q|kv|prob|qscale_act)(?:_|$)", re.IGNORECASE)
-_ZERO_POINT = re.compile(r"zero|(?:^|_)q?zps?(?:$|_)|offset|shift", re.IGNORECASE)
+_ZERO_POINT = re.compile(r"zero|(?:^|[._])q?zps?(?:$|[._])|offset|shift", re.IGNORECASE)
 _FACTOR = re.compile(r"scale_?2$|scale_inv_?2$|global_?scale|smooth|pre_?quant|second_scale", re.IGNORECASE)
 _RECORD = re.compile(r"amax|absmax", re.IGNORECASE)
 _MOST_NAMES = 5

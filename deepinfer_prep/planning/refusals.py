@@ -21,6 +21,7 @@ from deepinfer_prep.naming import (
     SIDECAR_PREFIX,
 )
 from deepinfer_prep.options import Options
+from deepinfer_prep.planning.suggestion import suggest_map
 
 _FOREIGN_FP8 = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _MOST_NAMES = 50
@@ -33,7 +34,7 @@ def find_refusals(checkpoint: Checkpoint, layout: Layout, options: Options, spli
     return (
         *_coded("already-converted", _already_converted(checkpoint)),
         *_coded("family", layout.refusals),
-        *_coded("fp8-without-scale", _unscaled(checkpoint, layout, options)),
+        *_unscaled(checkpoint, layout, options),
         *_coded("foreign-fp8", _foreign_fp8(checkpoint)),
         *_coded("shared-scale", _shared_scales(checkpoint, layout)),
         *_coded("file-name-taken", _file_clashes(checkpoint)),
@@ -62,7 +63,7 @@ def _already_converted(checkpoint: Checkpoint) -> Iterator[str]:
         )
 
 
-def _unscaled(checkpoint: Checkpoint, layout: Layout, options: Options) -> Iterator[str]:
+def _unscaled(checkpoint: Checkpoint, layout: Layout, options: Options) -> Iterator[Reason]:
     """One sentence for every reason why fp8 tensors have no scale, each naming its tensors."""
     if options.unscaled == "copy-if-safe":
         return
@@ -71,12 +72,22 @@ def _unscaled(checkpoint: Checkpoint, layout: Layout, options: Options) -> Itera
         groups.setdefault(reason, []).append(name)
     for reason, names in groups.items():
         near = _near_misses(checkpoint, names[0]) if reason is NO_SCALE else []
-        yield (
-            f"F8_E4M3 tensors that {reason.problem} ({len(names):,}): {_listed(checkpoint, names)}. "
-            + (f"Names beside the first that look like a scale: {', '.join(near)}. " if near else "")
-            + f"{reason.advice} Where no code lies above 240 the bytes mean the same on the hardware: `inspect --scan` "
-            "tells, and --unscaled copy-if-safe copies such tensors exactly."
+        suggestion = suggest_map(checkpoint, names, near) if near else None
+        found = f"F8_E4M3 tensors that {reason.problem} ({len(names):,}): {_listed(checkpoint, names)}. " + (
+            f"Names beside the first that look like a scale: {', '.join(near)}. " if near else ""
         )
+        if suggestion is not None:
+            yield Reason(
+                f"{found}If these multiply the weights, --map '{suggestion.text}' pairs {suggestion.pairs:,} of the "
+                f"{len(names):,}.",
+                "scale-by-another-name",
+            )
+        else:
+            yield Reason(
+                f"{found}{reason.advice} Where no code lies above 240 the bytes mean the same on the hardware: "
+                "`inspect --scan` tells, and --unscaled copy-if-safe copies such tensors exactly.",
+                "fp8-without-scale",
+            )
 
 
 def _near_misses(checkpoint: Checkpoint, weight: str) -> list[str]:

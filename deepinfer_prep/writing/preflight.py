@@ -14,7 +14,7 @@ from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.planning.plan import Operation, OutputFile, Plan
 from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, batches, default_workers, run_parallel
 from deepinfer_prep.writing.output_bytes import Tally, describe_element, output_chunks
-from deepinfer_prep.writing.scale_values import find_nonzero
+from deepinfer_prep.writing.scale_values import ScaleJudge, find_nonzero
 
 WEIGHTS = frozenset({Operation.HALVE})
 ALL_FP8 = frozenset({Operation.HALVE, Operation.COPY_CHECKED})
@@ -33,31 +33,49 @@ class _Piece:
     end: int
     tensor: str = ""
     is_split: bool = False
+    judge: ScaleJudge | None = None
+    """For scales: what looks at their values."""
+    dtype: str = ""
 
     @property
     def nbytes(self) -> int:
         return self.end - self.start
 
 
-def check_values(plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback | None = None) -> None:
+def check_values(
+    plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback | None = None
+) -> tuple[str, ...]:
     """Read every scale that will be doubled, every matrix that will be split and every fp8 tensor without a scale.
+
+    Returns:
+        What is to be told of the values although nothing stands in the way.
 
     Raises:
         RefusedError: values stand in the way; file, tensor and element are named. Nothing was written.
     """
-    problems = find_problems(plan, workers, chunk_size, progress)
+    judge = ScaleJudge(plan)
+    problems = find_problems(plan, workers, chunk_size, progress, judge)
     if problems:
         raise RefusedError(*problems)
+    return judge.warnings
 
 
 def find_problems(
-    plan: Plan, workers: int, chunk_size: int, progress: ProgressCallback | None = None
+    plan: Plan,
+    workers: int,
+    chunk_size: int,
+    progress: ProgressCallback | None = None,
+    judge: ScaleJudge | None = None,
 ) -> tuple[Reason, ...]:
     """The values for which `check_values` refuses, each a whole sentence.
 
     Fp8 tensors without a scale count only where the options ask to copy them; else headers refuse them already.
+
+    Args:
+        judge: looks at the values of scales, and keeps what is to be told of them.
     """
-    pieces = [*_run_pieces(plan, frozenset({Operation.DOUBLE})), *_split_pieces(plan)]
+    scales = _run_pieces(plan, frozenset({Operation.DOUBLE}), judge or ScaleJudge(plan))
+    pieces = [*scales, *_split_pieces(plan)]
     problems = [problem for _, problem in _check(pieces, workers, chunk_size, progress)]
     problems += find_nonzero(plan)
     if plan.options.unscaled == "copy-if-safe":
@@ -77,7 +95,7 @@ def find_unsafe(
 def explain_unscaled(plan: Plan) -> tuple[Reason, ...]:
     """What the bytes of fp8 tensors without a scale say about copying them; read only where they are few."""
     size = sum(plan.checkpoint.tensors[name].nbytes for name in plan.unscaled)
-    if not plan.unscaled or plan.options.unscaled == "copy-if-safe" or size > _MOST_BYTES_UNASKED:
+    if all(reason.code != "fp8-without-scale" for reason in plan.refusals) or size > _MOST_BYTES_UNASKED:
         return ()
     unsafe = find_unsafe(plan, default_workers(), DEFAULT_CHUNK_BYTES)
     return (Reason(unscaled_sentence(len(plan.unscaled), size, unsafe), "fp8-without-scale"),)
@@ -112,12 +130,13 @@ def scan_codes(
     return total
 
 
-def _run_pieces(plan: Plan, wanted: frozenset[Operation]) -> Iterator[_Piece]:
+def _run_pieces(plan: Plan, wanted: frozenset[Operation], judge: ScaleJudge | None = None) -> Iterator[_Piece]:
     for file in plan.files:
         for run in file.runs:
             if run.operation in wanted:
                 for start in range(run.start, run.end, segments.SEGMENT_BYTES):
-                    yield _Piece(file, start, min(start + segments.SEGMENT_BYTES, run.end))
+                    end = min(start + segments.SEGMENT_BYTES, run.end)
+                    yield _Piece(file, start, end, judge=judge, dtype=run.dtype)
 
 
 def _split_pieces(plan: Plan) -> Iterator[_Piece]:
@@ -167,6 +186,8 @@ def _problem(piece: _Piece, readers: Readers, buffer: fp8.U8) -> str:
         for offset, chunk in _chunks(piece, readers, buffer, Tally()):
             if piece.is_split:
                 _check_split(piece.file, offset, chunk)
+            elif piece.judge is not None:
+                piece.judge.look(piece.file, offset, chunk, piece.dtype)
     except ConversionError as error:
         return str(error)
     return ""

@@ -6,13 +6,91 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import numpy as np
+import numpy.typing as npt
 
 from deepinfer_prep import fp8
+from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.files.storage import Readers
-from deepinfer_prep.planning.plan import Plan
-from deepinfer_prep.quantized import DTYPES, FLOAT_DTYPES, DtypeKind
+from deepinfer_prep.planning.plan import OutputFile, Plan
+from deepinfer_prep.quantized import DTYPES, FLOAT_DTYPES, DtypeKind, element_bytes
+from deepinfer_prep.writing.output_bytes import describe_element, tensor_at
 
+_Values = npt.NDArray[np.float64]
+
+IMPLAUSIBLE = 32.0
+"""From this scale on a weight reads as 448 x 32 = 14,336 and more, and as 14 and less if the scale divides."""
+SUSPICIOUS = 0.25
+"""From this scale on a weight reads as 112 and more, which only a largest value taken for a scale usually gives."""
+_WINDOW_BYTES = 256 * 1024
 _MOST_AT_ONCE = 4 * 1024 * 1024
+
+
+class ScaleJudge:
+    """Looks at the values of weight scales while they are read; for several threads."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._ignored = frozenset(plan.activation_scales)
+        self._refuses = plan.options.implausible_scales == "refuse"
+        self._largest: dict[str, float] = {}
+
+    def look(self, file: OutputFile, offset: int, doubled: fp8.U8, dtype: str) -> None:
+        """Look at scales of one dtype, already doubled, that stand at byte `offset` of a file's data section.
+
+        Raises:
+            ConversionError: a scale is negative, or so large that it cannot be meant to multiply.
+        """
+        size = element_bytes(dtype)
+        for start in range(0, len(doubled), _WINDOW_BYTES):
+            values = _stored_values(doubled[start : start + _WINDOW_BYTES], dtype)
+            for index in self._first_of_tensors(file, offset + start, size, values):
+                position, value = offset + start + index * size, float(values[index])
+                if self._refuses and (value >= IMPLAUSIBLE or value < 0):
+                    raise ConversionError(_explain(describe_element(file, position), value))
+                name = tensor_at(file, position).name
+                self._largest[name] = max(value, self._largest.get(name, value))
+
+    def _first_of_tensors(self, file: OutputFile, offset: int, size: int, values: _Values) -> Iterator[int]:
+        """The first element of each weight scale that is not plausible, or else one that is suspicious."""
+        for wrong in ((values >= IMPLAUSIBLE) | (values < 0), values >= SUSPICIOUS):
+            found = np.flatnonzero(wrong)
+            while found.size:
+                tensor = tensor_at(file, offset + int(found[0]) * size)
+                if tensor.name not in self._ignored:
+                    yield int(found[0])
+                found = found[found * size + offset >= tensor.end]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is to be told of scales that are not refused."""
+        if not self._largest:
+            return ()
+        name, value = max(self._largest.items(), key=lambda item: abs(item[1]))
+        return (
+            f"{len(self._largest):,} scales are unusually large, {name} with {value:g} among them: the largest code, "
+            f"448, then stands for {448 * value:,.0f}. If it is the block's largest value or a divisor and no "
+            "factor, readers of this format are off, and so is the output: compare a weight with the original model.",
+        )
+
+
+def _stored_values(doubled: fp8.U8, dtype: str) -> _Values:
+    """The values before they were doubled."""
+    if dtype in FLOAT_DTYPES:
+        return np.asarray(fp8.widen(doubled, dtype).astype(np.float64) / 2)
+    return np.asarray(np.ldexp(1.0, doubled.astype(np.int32) - 128))
+
+
+def _explain(element: str, value: float) -> str:
+    if value < 0:
+        return (
+            f"{element} is {value:g}: a scale is not negative. The file is damaged or holds something else; if it is "
+            "meant, --implausible-scales accept converts it."
+        )
+    return (
+        f"{element} is the scale {value:g}: the largest code, 448, then stands for {448 * value:,.0f}, and for "
+        f"{448 / value:,.2g} if the scale divides. No model has such weights, so this scale probably divides and "
+        "must not be doubled. Look at the weight in the original model; if the scale multiplies all the same, "
+        "--implausible-scales accept converts it."
+    )
 
 
 def find_nonzero(plan: Plan) -> Iterator[str]:
