@@ -10,6 +10,7 @@ import numpy as np
 import stringzilla
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepinfer_prep import fp8
 from deepinfer_prep.runtime.attributes import KERNEL_SCALES, LOADED_SCALES, SCALE
@@ -54,14 +55,34 @@ class Held:
     """Every scale found for it, by name."""
     loaded: bool
     """Whether a checkpoint fills it: a parameter or a persistent buffer."""
+    wrapper: str = ""
+    """The tensor subclass that it is a part of, such as torchao's Float8Tensor; empty for one of the model's own."""
 
 
 def held_tensors(model: nn.Module) -> Iterator[Held]:
-    """All parameters and buffers of a model with their scales, each under every name it has."""
+    """All parameters and buffers of a model with their scales, each under every name it has.
+
+    Of a tensor subclass that keeps its values in other tensors, these come as well.
+    """
     for place in places(model):
         prefix = place.name[: len(place.name) - len(place.attribute)]
         scales = _scales(place.module, place.attribute, place.tensor)
         yield Held(place.name, place.tensor, tuple((prefix + name, scale) for name, scale in scales), place.loaded)
+        if place.tensor.dtype != torch.float8_e4m3fn:
+            yield from _wrapped(place.name, place.tensor, place.loaded)
+
+
+def _wrapped(name: str, tensor: torch.Tensor, loaded: bool) -> Iterator[Held]:
+    """The tensors that a subclass keeps its values in, each with the parts beside it that are named a scale."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return
+    parts = {attribute: getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0]}
+    for attribute, part in parts.items():
+        scales = tuple(
+            (f"{name}.{other}", scale) for other, scale in parts.items() if "scale" in other and other != attribute
+        )
+        yield Held(f"{name}.{attribute}", part, scales, loaded, type(tensor).__name__)
+        yield from _wrapped(f"{name}.{attribute}", part, loaded)
 
 
 def main_scale(held: Held) -> torch.Tensor | None:

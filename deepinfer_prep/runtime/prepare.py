@@ -44,15 +44,15 @@ def prepare_model(model: nn.Module) -> int:
         return 0
     held_tensors.restore_loaded_scales(model)
     prepared, above_240, reasons = 0, [], dict[str, list[str]]()
-    for name, weight, scale in _quantized_weights(model):
+    for held in _quantized_weights(model):
         try:
-            if _holds_above_240(weight):
-                above_240.append(name)
-            elif scale is not None:
-                attach(weight, scale)
+            if _holds_above_240(held.tensor):
+                above_240.append(held.name)
+            else:
+                _attach_main_scale(held)
             prepared += 1
         except NoKernelScaleError as error:
-            reasons.setdefault(str(error), []).append(name)
+            reasons.setdefault(str(error), []).append(held.name)
     if above_240:
         raise RefusedError(_above_240_refusal(above_240))
     for reason, names in reasons.items():
@@ -82,15 +82,26 @@ def attach(weight: torch.Tensor, scale: torch.Tensor) -> None:
         setattr(weight, BLOCK128_SCALE, found.block128)
 
 
-def _quantized_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    """Every e4m3 and fp4 weight once, with the scale to prepare it from; None where it came prepared."""
+def _attach_main_scale(held: held_tensors.Held) -> None:
+    """Attach what follows from a weight's scale; nothing where the weight came prepared."""
+    if held.wrapper:
+        raise NoKernelScaleError(
+            f"it lies inside a {held.wrapper}, which computes by its own rules; use a plain tensor"
+        )
+    scale = held_tensors.main_scale(held)
+    if scale is not None:
+        attach(held.tensor, scale)
+
+
+def _quantized_weights(model: nn.Module) -> Iterator[held_tensors.Held]:
+    """Every e4m3 and fp4 weight that has a scale, once."""
     seen = set()
     for held in held_tensors.held_tensors(model):
         weight = held.tensor
         if weight.dtype not in (torch.float8_e4m3fn, *FP4_DTYPES) or not held.scales or id(weight) in seen:
             continue
         seen.add(id(weight))
-        yield held.name, weight, held_tensors.main_scale(held)
+        yield held
 
 
 def _holds_above_240(weight: torch.Tensor) -> bool:

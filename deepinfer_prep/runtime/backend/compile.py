@@ -41,6 +41,7 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """What torch.compile calls with each graph; a graph without fp8 values is handed on untouched."""
     settings = read_settings(options, mode)
+    input_checks.require_supported_inputs(module)
     with_fp8 = modules_with_fp8(module)
     if not with_fp8:
         return compile_downstream(settings, module, list(example_inputs))

@@ -15,7 +15,7 @@ from deepinfer_prep.runtime.backend.node_values import logical_value, refuse
 def require_supported_inputs(module: GraphModule) -> None:
     """Refuse fp8 values in tensors that are not plain ones."""
     for node in module.graph.nodes:
-        if node.op == "placeholder":
+        if node.op in ("placeholder", "get_attr"):
             _require_plain(node)
 
 
