@@ -48,7 +48,9 @@ def emit(result: Any, text: Callable[[Any], str], as_json: bool, report: Path | 
     """Print a result as text or JSON, and write it to a report file where one is wanted."""
     from deepinfer_prep.cli.render import to_data
 
-    encoded = json.dumps(to_data(result), indent=1, allow_nan=False)
+    # A report's figures are many, and encoding them takes longer than reading a small checkpoint.
+    is_encoded = as_json or report is not None
+    encoded = json.dumps(to_data(result), indent=1, allow_nan=False) if is_encoded else ""
     if report is not None:
         try:
             _write_report(report, encoded + "\n")
