@@ -101,10 +101,14 @@ class Manifest:
     split: Mapping[str, SplitRecord]
     weights: Mapping[str, WeightRecord]
     files: Mapping[str, FileRecord]
+    source_url: str = ""
+    """Address and commit of a source on the Hugging Face hub; the key is absent for any other source."""
 
     def to_json(self) -> bytes:
         """The manifest's text; the same manifest always gives the same bytes."""
         data = {**asdict(self), "counts": self.counts.to_json()}
+        if not self.source_url:
+            del data["source_url"]
         return json.dumps(data, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
@@ -206,7 +210,12 @@ def _fields(value: Any, where: str, names: Collection[str]) -> dict[str, Any]:
 
 
 def _manifest(data: dict[str, Any]) -> Manifest:
-    _expect(data.keys() == {*_MANIFEST_FIELDS}, "the top", f"the fields {', '.join(_MANIFEST_FIELDS)}", list(data))
+    _expect(
+        data.keys() | {"source_url"} == {*_MANIFEST_FIELDS},
+        "the top",
+        f"the fields {', '.join(_MANIFEST_FIELDS)}",
+        list(data),
+    )
     shards = _file_names(data["shards"], "shards", "")
     sidecar = _file_names(data["sidecar"], "sidecar", SIDECAR_FOLDER + "/")
     files = _map(data["files"], "files", _file)
@@ -230,6 +239,7 @@ def _manifest(data: dict[str, Any]) -> Manifest:
         split=_map(data["split"], "split", _split),
         weights=_map(data["weights"], "weights", _weight),
         files=files,
+        source_url=_text(data.get("source_url", ""), "source_url"),
     )
 
 

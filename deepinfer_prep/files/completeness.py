@@ -109,8 +109,8 @@ def explain_no_source(path: Place) -> CheckpointError:
         what = f"{text} is an address, and only files of this machine can be read: fetch the checkpoint first. "
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         what = (
-            f"{text} does not exist. If it is a name on the Hugging Face hub, fetch it first: `hf download {text} "
-            f"--local-dir {path.name}`. "
+            f"{text} does not exist. If it is a name on the Hugging Face hub, give hf://{text}, or fetch it first: "
+            f"`hf download {text} --local-dir {path.name}`. "
         )
     else:
         what = f"{text} does not exist. "

@@ -153,6 +153,11 @@ class StoredPlace(Readable):
     def state_now(self) -> FileState:
         """The state of the file at this moment."""
 
+    @property
+    def pinned_url(self) -> str:
+        """An address at which the very same content stays; empty where the store has none."""
+        return ""
+
     def exists(self) -> bool:
         """Whether there is such a file or folder."""
         return self.is_file() or self.is_dir()

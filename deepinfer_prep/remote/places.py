@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from deepinfer_prep.errors import PrepError
@@ -44,7 +45,24 @@ def _s3(rest: str) -> Place:
 
 
 def _hub(rest: str) -> Place:
-    raise PrepError(f"hf://{rest}: not read yet.", code="unknown-scheme")
+    try:
+        from deepinfer_prep.remote.hub import pin
+    except ModuleNotFoundError as error:
+        raise _missing(f"hf://{rest}", "hub", error) from None
+    from deepinfer_prep.remote.tree import path_in
+
+    repository, _, key = _split_hub(rest)
+    store = pin(repository)
+    return path_in(lambda prefix: replace(store, prefix=prefix), key)
+
+
+def _split_hub(rest: str) -> tuple[str, str, str]:
+    """org/model@revision and the path in it; a revision with a slash in it is not meant."""
+    organization, slash, more = rest.partition("/")
+    model, separator, key = more.partition("/")
+    if not (organization and slash and model):
+        raise PrepError(f"hf://{rest} names no model. Write hf://org/model or hf://org/model@revision.", code="bad-url")
+    return f"{organization}/{model}", separator, key
 
 
 def _missing(url: str, extra: str, error: ModuleNotFoundError) -> PrepError:

@@ -51,6 +51,11 @@ class S3Store:
     bucket: str
     prefix: str
 
+    @property
+    def is_pinned(self) -> bool:
+        """Objects can be replaced."""
+        return False
+
     def url(self, name: str) -> str:
         """The address of an object."""
         return f"s3://{self.bucket}/{self.prefix}{name}".rstrip("/")

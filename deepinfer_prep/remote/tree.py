@@ -28,6 +28,10 @@ class Stream(Protocol):
 class Store(Protocol):
     """Files by name below one root; picklable and hashable, and safe to use from several threads."""
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the address names a state that cannot change."""
+
     def url(self, name: str) -> str:
         """The address of a file or folder, for people."""
 
@@ -133,6 +137,11 @@ class RemotePath(StoredPlace):
 
     def __truediv__(self, name: str) -> RemotePath:
         return RemotePath(self.store, f"{self.key}/{name}" if self.key else name, self._listing)
+
+    @property
+    def pinned_url(self) -> str:
+        """Its address, where that names a commit."""
+        return str(self) if self.store.is_pinned else ""
 
     def is_file(self) -> bool:
         """Whether the listing has a file of this name."""

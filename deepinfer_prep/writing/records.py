@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from deepinfer_prep.files.segments import segments
+from deepinfer_prep.files.storage import StoredPlace
 from deepinfer_prep.kernel_scale import Absent, PlannedWeight, Stored
 from deepinfer_prep.manifest import FORMAT_VERSION, Counts, FileRecord, Manifest, SplitRecord, WeightRecord
 from deepinfer_prep.naming import HI_SUFFIX, KERNEL_SCALE_SUFFIX, LO_SUFFIX
@@ -55,6 +56,7 @@ def build_manifest(
         split={name: SplitRecord(name + HI_SUFFIX, name + LO_SUFFIX) for name in plan.split},
         weights=weight_records(weights),
         files={**files, **sidecar_records},
+        source_url=plan.checkpoint.root.pinned_url if isinstance(plan.checkpoint.root, StoredPlace) else "",
     )
 
 
