@@ -16,7 +16,11 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+from huggingface_hub.utils import (  # type: ignore[attr-defined,unused-ignore]  # Exported, but not declared so.
+    build_hf_headers,
+    get_session,
+    hf_raise_for_status,
+)
 
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.files.storage import FileState
@@ -47,7 +51,7 @@ class HubStore:
     def list(self) -> Mapping[str, FileState]:
         """Every file of the commit, with its size and hash, from one request."""
         with _explained(self.url("")):
-            found = HfApi().repo_info(self.repository, revision=self.commit, files_metadata=True).siblings or ()
+            found = HfApi().model_info(self.repository, revision=self.commit, files_metadata=True).siblings or ()
         files = {file.rfilename: FileState(file.size or 0, 0, _version(file)) for file in found}
         return {name[len(self.prefix) :]: files[name] for name in files if name.startswith(self.prefix)}
 
@@ -96,7 +100,7 @@ def pin(repository: str) -> HubStore:
     """
     name, _, revision = repository.partition("@")
     with _explained(f"hf://{repository}"):
-        found = HfApi().repo_info(name, revision=revision or None)
+        found = HfApi().model_info(name, revision=revision or None)
     return HubStore(name, str(found.sha))
 
 
