@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from deepinfer_prep.families.patterns import ForeignPattern
+
 Block = tuple[int, int]
 """Rows and columns of a weight that one scale value covers."""
 
@@ -163,7 +165,7 @@ class _Group:
     """The fp8 groups of a config whose scales lie in one way: the modules that they name, and that way."""
 
     modules: frozenset[str]
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[ForeignPattern, ...]
     arguments: Mapping[str, Any]
 
     def names(self, module: str) -> bool:
@@ -193,10 +195,10 @@ def _merge(groups: list[Mapping[str, Any]]) -> _Group:
     return _Group(frozenset(targets), known, groups[0]["weights"])
 
 
-def _compile(pattern: str) -> re.Pattern[str] | None:
+def _compile(pattern: str) -> ForeignPattern | None:
     try:
-        return re.compile(pattern)
-    except re.error:
+        return ForeignPattern(pattern)
+    except ValueError:
         return None
 
 

@@ -8,12 +8,12 @@ all parts of a table one scale. `:e8m0` after SCALE says that its U8 bytes are e
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from deepinfer_prep.families.block_size import fits, grid_problem
 from deepinfer_prep.families.pairing import scale_problem
+from deepinfer_prep.families.patterns import compile_pattern, fill_pattern
 from deepinfer_prep.families.protocol import Layout, fp8_names
 from deepinfer_prep.families.quantization_config import Quantization
 from deepinfer_prep.families.schemes import Block, as_block
@@ -35,17 +35,6 @@ class ScaleMap:
 
     def __str__(self) -> str:
         return f"{self.weight}={self.scale}{EXPONENTS if self.exponents else ''}"
-
-
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """A pattern of tensor names as a regular expression for `fullmatch`; each `*` is a group, as long as possible."""
-    return re.compile("(.*)".join(re.escape(part) for part in pattern.split("*")), re.DOTALL)
-
-
-def fill_pattern(pattern: str, matched: tuple[str, ...]) -> str:
-    """A pattern with its first `*` replaced by the first matched text, its second by the second, and so on."""
-    head, *parts = pattern.split("*")
-    return head + "".join(text + part for text, part in zip(matched, parts, strict=False))
 
 
 def parse_map(text: str) -> ScaleMap:

@@ -222,9 +222,10 @@ def read_index(path: Place) -> Mapping[str, str]:
             f"{path} has no `weight_map` from tensor names to file names. Fetch it again.", code="bad-index"
         )
     for name in sorted(set(weight_map.values())):
-        if "/" in name or name_problem(name):
+        if "/" in name or name_problem(name) or not name.endswith(SHARD_SUFFIX):
             raise CheckpointError(
-                f"{path} names the file {shorten(name)}, but an index may name only plain files in its own folder.",
+                f"{path} names the file {shorten(name)}, but an index may name only plain files in its own folder "
+                f"that end in {SHARD_SUFFIX}.",
                 code="name-outside",
             )
     return weight_map

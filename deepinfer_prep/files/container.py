@@ -29,6 +29,9 @@ from deepinfer_prep.quantized import DTYPES
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library itself."""
 
+MOST_DIMENSIONS = 64
+"""torch and NumPy have at most as many."""
+
 PREFIX_BYTES = 8
 _MAX_SIZE = 2**64
 _MAX_DIGITS = len(str(_MAX_SIZE))
@@ -237,27 +240,33 @@ def _parse_tensor(name: str, entry: Any, path: str) -> TensorInfo:
         raise ContainerError(f"{path}: the tensor name {shorten(name)} holds half a surrogate pair, which is no text.")
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise ContainerError(
-            f"{path}: tensor {name!r} needs `dtype`, `shape` and `data_offsets` and nothing else; "
+            f"{path}: tensor {shorten(name)} needs `dtype`, `shape` and `data_offsets` and nothing else; "
             f"found {shorten(entry)}."
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     known = DTYPES.get(dtype) if isinstance(dtype, str) else None
     if known is None:
         raise ContainerError(
-            f"{path}: tensor {name!r} has the unknown dtype {shorten(dtype)}; known are {', '.join(DTYPES)}."
+            f"{path}: tensor {shorten(name)} has the unknown dtype {shorten(dtype)}; known are {', '.join(DTYPES)}."
         )
     if not isinstance(shape, list) or not isinstance(offsets, list) or not _are_sizes(shape, offsets):
         raise ContainerError(
-            f"{path}: tensor {name!r} has a shape or offsets that are not whole numbers from 0 to 2^64 - 1: "
+            f"{path}: tensor {shorten(name)} has a shape or offsets that are not whole numbers from 0 to 2^64 - 1: "
             f"shape {shorten(shape)}, offsets {shorten(offsets)}."
+        )
+    if len(shape) > MOST_DIMENSIONS:
+        raise ContainerError(
+            f"{path}: tensor {shorten(name)} has {len(shape):,} dimensions, more than the {MOST_DIMENSIONS} that any "
+            "framework has. The file is damaged.",
+            code="bad-header",
         )
     start, end = offsets
     size_bits = _checked_bits(shape, known.bits)
     if size_bits is None or size_bits % 8 or size_bits // 8 != end - start:
         takes = "more than 2^64 bits" if size_bits is None else f"{size_bits / 8:,.10g} bytes"
         raise ContainerError(
-            f"{path}: tensor {name!r} of dtype {dtype} and shape {shorten(shape)} takes {takes}, but its offsets "
-            f"{start:,} to {end:,} give it {end - start:,} bytes."
+            f"{path}: tensor {shorten(name)} of dtype {dtype} and shape {shorten(shape)} takes {takes}, but its "
+            f"offsets {start:,} to {end:,} give it {end - start:,} bytes."
         )
     return TensorInfo(name, dtype, tuple(shape), start, end)
 

@@ -17,7 +17,7 @@ from deepinfer_prep._version import __version__
 from deepinfer_prep.errors import Reason
 from deepinfer_prep.families import Layout, read_layout
 from deepinfer_prep.files.checkpoint import Checkpoint, Shard
-from deepinfer_prep.files.container import TensorInfo, encode_header
+from deepinfer_prep.files.container import MAX_HEADER_BYTES, PREFIX_BYTES, TensorInfo, encode_header
 from deepinfer_prep.files.source_files import OtherFile
 from deepinfer_prep.files.storage import FileState, Place
 from deepinfer_prep.kernel_scale import Derived, PlannedWeight, plan_weight
@@ -139,9 +139,24 @@ def plan_conversion(checkpoint: Checkpoint, options: Options, tool_version: str 
         unscaled=tuple(layout.unpaired),
         operations=operations,
         warnings=checkpoint.warnings + layout.warnings + split.warnings + warnings,
-        refusals=find_refusals(checkpoint, layout, options, split.names) + split.refusals,
+        refusals=(
+            *find_refusals(checkpoint, layout, options, split.names),
+            *split.refusals,
+            *_unreadable_headers(files),
+        ),
         fingerprint=_fingerprint(checkpoint),
     )
+
+
+def _unreadable_headers(files: Iterable[OutputFile]) -> Iterator[Reason]:
+    """Headers that this tool's marks make longer than any reader accepts."""
+    for file in files:
+        if len(file.header) - PREFIX_BYTES > MAX_HEADER_BYTES:
+            yield Reason(
+                f"{file.source}: its header would grow to {len(file.header) - PREFIX_BYTES:,} bytes by the marks of a "
+                f"converted file, above the format's limit of {MAX_HEADER_BYTES:,}. Split the file into two shards.",
+                "header-too-large",
+            )
 
 
 def _operations(checkpoint: Checkpoint, layout: Layout, options: Options) -> dict[str, Operation]:

@@ -7,17 +7,15 @@ models' are only reported, because a graph that does not expect the halves gains
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepinfer_prep.errors import Reason, list_some
-from deepinfer_prep.families.user_map import compile_pattern
+from deepinfer_prep.families.patterns import compile_pattern
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
 from deepinfer_prep.naming import SPLIT_SUFFIXES
 
-_CANDIDATE = re.compile(r"hc[^.]*(\.[^.]*)?fn(\.weight)?$|hyper_?connection")
 _MOST_NAMES = 5
 
 
@@ -49,9 +47,17 @@ def choose_split(checkpoint: Checkpoint, patterns: Iterable[str] = ()) -> SplitC
     left = [
         tensor
         for name, tensor in checkpoint.tensors.items()
-        if len(tensor.shape) >= 2 and name not in chosen and _CANDIDATE.search(name)
+        if len(tensor.shape) >= 2 and name not in chosen and _is_candidate(name)
     ]
     return SplitChoice(tuple(chosen), _narrowed_warning(checkpoint, left) + _unsplit_warning(left), tuple(refusals))
+
+
+def _is_candidate(name: str) -> bool:
+    """Whether a name looks like a hyper-connection matrix's: hc...fn in its last two parts, or the full word."""
+    if "hyper_connection" in name or "hyperconnection" in name:
+        return True
+    ends = ".".join(name.removesuffix(".weight").rsplit(".", 2)[-2:])
+    return ends.endswith("fn") and "hc" in ends[:-2]
 
 
 def _matching(checkpoint: Checkpoint, pattern: str) -> tuple[set[str], str]:

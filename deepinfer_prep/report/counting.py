@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from deepinfer_prep import fp8
-from deepinfer_prep.families.user_map import compile_pattern
+from deepinfer_prep.families.patterns import compile_pattern
 from deepinfer_prep.options import Options
 from deepinfer_prep.report.byte_counts import I64
 from deepinfer_prep.report.codes import CodeFigures, halved_figures, source_figures

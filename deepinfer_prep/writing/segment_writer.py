@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -20,8 +21,17 @@ from deepinfer_prep.writing.target import Block, Chunks, Run, blocks
 
 COMMIT_BYTES = 512 * 1024 * 1024
 """After so many new bytes the data is synced and recorded; a kill loses at most this and what is under way."""
-_COMMIT_FILES = 32
-"""The same for files: at most so many are finished, open and wait for it."""
+_MOST_OPEN_FILES = 32
+"""Finished files stay open until they are recorded; after so many of them this is done, whatever their size."""
+_OTHER_DESCRIPTORS, _DESCRIPTORS_A_FILE = 48, 4
+"""What the process needs besides, and how many an output file takes: it is open twice, and more of them are in work."""
+
+
+def _most_open_files() -> int:
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return _MOST_OPEN_FILES
+    return max(1, min(_MOST_OPEN_FILES, (allowed - _OTHER_DESCRIPTORS) // _DESCRIPTORS_A_FILE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class Execution:
         self._files = tuple(files)
         self._run = run
         self._left = Counter({file.name: len(list(self._blocks(file))) for file in self._files})
+        self._most_open = _most_open_files()
         self._uncommitted: list[_Finished] = []
         self.results: dict[tuple[str, int], SegmentDone] = {}
         self.resumed_bytes = 0
@@ -104,7 +115,7 @@ class Execution:
 
     def _is_commit_due(self) -> bool:
         new_bytes = sum(finished.block.nbytes for finished in self._uncommitted if not finished.resumed)
-        return new_bytes >= COMMIT_BYTES or len(self._uncommitted) >= _COMMIT_FILES
+        return new_bytes >= COMMIT_BYTES or len(self._uncommitted) >= self._most_open
 
     def _commit(self) -> None:
         finished, self._uncommitted = self._uncommitted, []

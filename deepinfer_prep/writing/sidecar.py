@@ -23,6 +23,9 @@ from deepinfer_prep.naming import HI_SUFFIX, KERNEL_SCALE_SUFFIX, LO_SUFFIX, MAR
 from deepinfer_prep.planning.plan import Plan
 
 MAX_FILE_BYTES = 4 * 1024**3
+MAX_SIDECAR_HEADER_BYTES = 50_000_000
+"""Half of what readers accept: a header of all tensors could be longer."""
+_OFFSET_DIGITS = 20
 _CHUNK_BYTES = 4 * 1024 * 1024
 
 Locate = Callable[[str], Location]
@@ -146,17 +149,22 @@ def file_chunks(file: SidecarFile) -> Iterator[fp8.U8]:
 
 
 def lay_out(tensors: Iterable[SidecarTensor], tool_version: str) -> list[SidecarFile]:
-    """Distribute tensors over files of at most 4 GiB, the 2-byte ones first so that all lie aligned."""
+    """Distribute tensors over files of at most 4 GiB with headers that readers accept.
+
+    The 2-byte ones come first, so that all lie aligned.
+    """
     metadata = {"format": "pt", MARKER: tool_version, MAX_MARKER: str(fp8.FP8_MAX)}
     ordered = sorted(tensors, key=lambda tensor: (tensor.dtype != "BF16", tensor.name))
     groups: list[list[SidecarTensor]] = []
-    room = 0
+    room, header_room = 0, 0
     for tensor in ordered:
-        if not groups or tensor.nbytes > room:
+        entry = len(encode_header(_infos([tensor]), {})) + _OFFSET_DIGITS
+        if not groups or tensor.nbytes > room or entry > header_room:
             groups.append([])
-            room = MAX_FILE_BYTES
+            room, header_room = MAX_FILE_BYTES, MAX_SIDECAR_HEADER_BYTES
         groups[-1].append(tensor)
         room -= tensor.nbytes
+        header_room -= entry
     names = [f"{SIDECAR_PREFIX}{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     return [
         SidecarFile(name, encode_header(_infos(group), metadata), tuple(group))

@@ -14,13 +14,14 @@ from typing import Any
 import safetensors
 
 from deepinfer_prep.errors import ContainerError
-from deepinfer_prep.files.container import Header, encode_header, read_header
+from deepinfer_prep.files.container import MOST_DIMENSIONS, Header, encode_header, read_header
 
 STATED_REASONS = (
     "a key occurs twice",
     "a tensor has fields beyond dtype, shape and data_offsets",
     "a tensor is a JSON array",
     "a dtype is a JSON object",
+    "more than 64 dimensions",
 )
 """Why the project's reader rejects files that the library accepts; docs/robustness.md gives the grounds."""
 
@@ -116,4 +117,6 @@ def stated_reason(content: bytes) -> str | None:
         return STATED_REASONS[2]
     if any(isinstance(entry, dict) and isinstance(entry["dtype"], dict) for entry in entries):
         return STATED_REASONS[3]
+    if any(isinstance(entry, dict) and len(entry["shape"]) > MOST_DIMENSIONS for entry in entries):
+        return STATED_REASONS[4]
     return None

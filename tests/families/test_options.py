@@ -13,7 +13,8 @@ from click.testing import CliRunner
 import deepinfer_prep.convert
 from deepinfer_prep import Options, RefusedError, convert_checkpoint, inspect_checkpoint, verify_checkpoint
 from deepinfer_prep.cli.main import main
-from deepinfer_prep.families.user_map import compile_pattern, fill_pattern, parse_map
+from deepinfer_prep.families.patterns import compile_pattern, fill_pattern
+from deepinfer_prep.families.user_map import parse_map
 from deepinfer_prep.manifest import read_manifest
 from tests.families.conftest import Outcomes
 from tests.families.layouts import write_layout

@@ -119,7 +119,7 @@ def test_without_an_index_all_files_of_the_folder_count(tmp_path: Path) -> None:
 )
 def test_an_index_may_name_only_plain_files(tmp_path: Path, name: str) -> None:
     write_file(tmp_path.parent / "a.safetensors", PAIR)
-    assert "may name only plain files in its own folder" in refuse(indexed(tmp_path, m=name))
+    assert "may name only plain files in its own folder that end in .safetensors" in refuse(indexed(tmp_path, m=name))
 
 
 @pytest.mark.parametrize(
