@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from deepinfer_prep.families.activation_scales import looks_static
 from deepinfer_prep.families.pairing import scale_problem
-from deepinfer_prep.families.user_map import EXPONENTS, compile_pattern, fill_pattern
+from deepinfer_prep.families.patterns import compile_pattern, fill_pattern
+from deepinfer_prep.families.user_map import EXPONENTS
 from deepinfer_prep.files.checkpoint import Checkpoint
 
 _RECORD = re.compile("amax", re.IGNORECASE)
