@@ -52,6 +52,8 @@ class ConversionResult:
     """Those keys of `kernel_scales` that are reasons why there is none."""
     split: int
     """Matrices that were split into bf16 halves."""
+    activation_scales: int
+    """Static scales of e4m3 activations and of an fp8 KV cache, which the options doubled or kept."""
     warnings: tuple[str, ...]
     seconds: float
 
@@ -217,6 +219,7 @@ def _result(
             sorted({record.reason for record in manifest.weights.values() if record.kernel_scale is None})
         ),
         split=len(manifest.split),
+        activation_scales=len(manifest.activation_scales),
         warnings=plan.warnings + warnings + _data_warnings(manifest),
         seconds=seconds,
     )

@@ -20,11 +20,11 @@ from deepinfer_prep.checking.segments import SegmentCheck, SegmentFindings, chec
 from deepinfer_prep.checking.sidecar import check_sidecar
 from deepinfer_prep.checking.structure import OpenOutput, check_output, is_readable
 from deepinfer_prep.errors import PrepError
-from deepinfer_prep.files.checkpoint import open_checkpoint
+from deepinfer_prep.files.checkpoint import Checkpoint, open_checkpoint
 from deepinfer_prep.files.segments import segments
 from deepinfer_prep.files.storage import FileState, Place
 from deepinfer_prep.manifest import Manifest, read_manifest
-from deepinfer_prep.naming import MANIFEST_NAME
+from deepinfer_prep.naming import MANIFEST_NAME, MARKER
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import OutputFile, Plan, plan_conversion
 from deepinfer_prep.remote.places import to_place
@@ -80,13 +80,14 @@ def verify_checkpoint(
     workers = workers or default_workers()
     output, source = to_place(output), None if source is None else to_place(source)
     manifest = read_manifest(output)
+    original = None if source is None else _open_original(source, follow_links)
     findings = Findings()
     opened, structural = check_output(output, manifest)
     for difference in structural:
         findings.add(difference)
     plan = None
-    if source is not None:
-        plan = plan_conversion(open_checkpoint(source, follow_links), _options(manifest), manifest.tool_version)
+    if original is not None:
+        plan = plan_conversion(original, _options(manifest), manifest.tool_version)
     nan_codes = _check_segments(opened, manifest, plan, findings, workers, chunk_size, progress)
     for difference in check_scales(opened, manifest):
         findings.add(difference)
@@ -110,6 +111,18 @@ def verify_checkpoint(
         first=tuple(findings.first),
         seconds=time.monotonic() - started,
     )
+
+
+def _open_original(source: Place, follow_links: bool) -> Checkpoint:
+    """The checkpoint that an output was converted from; another output cannot be it, whatever it holds."""
+    checkpoint = open_checkpoint(source, follow_links)
+    if any(MARKER in shard.header.metadata for shard in checkpoint.shards):
+        raise PrepError(
+            f"{source} is itself an output of deepinfer-prep, and not what {MANIFEST_NAME} was written for. Give the "
+            "original checkpoint as --source; without --source the output is checked by itself.",
+            code="already-converted",
+        )
+    return checkpoint
 
 
 def _options(manifest: Manifest) -> Options:

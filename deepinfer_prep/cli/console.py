@@ -81,6 +81,10 @@ def _write_report(report: Path, text: str) -> None:
         file.write(text)
 
 
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_RIGHT = "Change its permissions, or choose a place that you may read and write."
+
+
 @contextmanager
 def reported_errors(as_json: bool, after_failure: str = "") -> Iterator[None]:
     """Turn expected errors and interrupts into one message and an exit status; SIGTERM counts as an interrupt.
@@ -95,7 +99,8 @@ def reported_errors(as_json: bool, after_failure: str = "") -> Iterator[None]:
     except PrepError as error:
         _fail("error", [Reason(str(error), error.code)], as_json)
     except OSError as error:
-        _fail("error", [Reason(f"{_describe(error)} {after_failure}".rstrip(), "system")], as_json)
+        advice = _NO_RIGHT if error.errno in _FORBIDDEN else after_failure
+        _fail("error", [Reason(f"{_describe(error)} {advice}".rstrip(), "system")], as_json)
     except MemoryError:
         message = f"not enough memory. Use fewer --workers or a smaller --chunk-size. {after_failure}".rstrip()
         _fail("error", [Reason(message, "memory")], as_json)

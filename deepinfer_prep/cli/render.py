@@ -50,6 +50,7 @@ def inspection_text(result: Inspection) -> str:
         f"output         {format_size(result.output_bytes)}, and a sidecar of at most "
         f"{format_size(result.sidecar_bytes)}",
         f"memory         {format_size(result.buffer_bytes)} of buffers, whatever the size of the model",
+        _static_scales_line(len(result.activation_scales)),
         *_kernel_scale_lines(result.kernel_scales, result.no_kernel_scale),
     ]
     if result.scan is not None:
@@ -76,6 +77,7 @@ def conversion_text(result: ConversionResult) -> str:
         f"fp8 codes      {counts.above_240:,} above 240 brought into range, {counts.rounded:,} rounded, "
         f"{counts.nan:,} NaN",
         f"split          {result.split:,} matrices into bf16 hi + lo",
+        _static_scales_line(result.activation_scales),
         *_kernel_scale_lines(result.kernel_scales, result.no_kernel_scale),
     ]
     return _page([*lines, *_remarks(result.warnings, ())])
@@ -105,6 +107,10 @@ def verification_text(result: VerificationResult) -> str:
 def _page(lines: Iterable[str]) -> str:
     """Lines as they are printed: names in them cannot begin a new one."""
     return "\n".join(map(printable, lines))
+
+
+def _static_scales_line(count: int) -> str:
+    return f"static scales  {f'{count:,}' if count else 'none'} of e4m3 activations or of an fp8 KV cache"
 
 
 def _kernel_scale_lines(kinds: Mapping[str, int], reasons: Sequence[str]) -> Iterator[str]:

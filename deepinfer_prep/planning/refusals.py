@@ -24,7 +24,7 @@ from deepinfer_prep.options import Options
 from deepinfer_prep.planning.suggestion import suggest_map
 
 _FOREIGN_FP8 = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
-_MOST_NAMES = 50
+_MOST_NAMES = 10
 _MOST_NEAR = 5
 _SCALE_LIKE = re.compile("scal|_scl|_sf$|_inv|amax", re.IGNORECASE)
 

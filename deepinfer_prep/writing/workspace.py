@@ -192,7 +192,12 @@ def _lock(descriptor: int, output: Path) -> None:
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
-            raise
+            raise RefusedError(
+                f"{output}: the lock that keeps two conversions apart could not be taken ({error.strerror} "
+                f"[{errno.errorcode.get(error.errno or 0, error.errno)}]). Try again, or choose an output on another "
+                "file system.",
+                code="no-locks",
+            ) from None
         raise RefusedError(
             f"{output}: its file system cannot lock files ({error.strerror}), so two conversions could write here "
             "at once. Mount it with locks (Lustre: -o flock), or choose another output.",

@@ -221,4 +221,4 @@ def test_refusals_are_in_the_json_of_inspect(source: Path) -> None:
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert len(found["unscaled"]) == 60, "every name, also those that the sentence leaves out"
-    assert "and 10 more (`inspect --json` lists all)" in found["refusals"][0]
+    assert "and 50 more (`inspect --json` lists all)" in found["refusals"][0]
