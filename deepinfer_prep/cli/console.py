@@ -224,6 +224,8 @@ class _PlainLines:
     def __init__(self) -> None:
         self._stage: str | None = None
         self._next = 0.0
+        self._started = 0.0
+        self._first = 0
 
     def __call__(self, progress: Progress) -> None:
         from deepinfer_prep.files.sizes import format_size
@@ -233,8 +235,15 @@ class _PlainLines:
         now = time.monotonic()
         if progress.stage != self._stage:
             self._stage, self._next = progress.stage, now + _PLAIN_LINE_SECONDS
+            self._started, self._first = now, progress.done
         if progress.done < progress.total and now < self._next:
             return
         self._next = now + _PLAIN_LINE_SECONDS
         percent = 100 * progress.done // progress.total
-        tell(f"{progress.stage}: {format_size(progress.done)} of {format_size(progress.total)} ({percent} %)")
+        line = f"{progress.stage}: {format_size(progress.done)} of {format_size(progress.total)} ({percent} %)"
+        done, seconds = progress.done - self._first, now - self._started
+        if done > 0 and seconds >= 1:
+            left = round((progress.total - progress.done) * seconds / done)
+            line += f", {format_size(round(done / seconds))}/s"
+            line += f", {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left" if left else ""
+        tell(line)

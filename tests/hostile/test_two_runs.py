@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_prep import Progress, convert_checkpoint, verify_checkpoint
+from deepinfer_prep.convert import discard_unfinished
 from deepinfer_prep.writing import local_target as module
 from deepinfer_prep.writing.workspace import Workspace
 from tests.hostile.checkpoints import MANIFEST, WORKSPACE, convert, published
@@ -57,6 +58,19 @@ def test_a_run_that_waited_at_the_lock_of_a_finished_one_does_not_keep_a_lost_lo
             real(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(lock)
     assert os.listdir(output) == []
+
+
+def test_an_unfinished_run_is_discarded_and_one_that_is_under_way_is_not(source: Path, scratch: Path) -> None:
+    output = scratch / "out"
+    with Workspace(output), raises_code("locked"):
+        discard_unfinished(output)
+    assert not discard_unfinished(output)
+    assert convert(source, output).exit_code == 0
+    finished = published(output)
+    (output / WORKSPACE).mkdir(mode=0o700)
+    assert discard_unfinished(output)
+    assert sorted(os.listdir(output)) == sorted({name.partition("/")[0] for name in finished})
+    assert published(output) == finished
 
 
 def test_a_workspace_that_others_keep_removing_is_given_up(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
