@@ -231,7 +231,7 @@ function drawDistribution() {
       (high ? isOutput ? "<br>above 240 in the source" : "<br>above 240: misread" : rounds ? "<br>rounded by halving" : ""));
   }
   const marks = [[119, "240", 0], [126, "448", 1]].flatMap(([x, text, tier]) => [[x, text, tier], [-x, "\u2212" + text, tier]]);
-  const labels = narrow() ? [0x58] : [0x08, 0x18, 0x28, 0x38, 0x48, 0x58, 0x68];
+  const labels = narrow() ? [0x58] : window.innerWidth < 900 ? [0x28, 0x48, 0x68] : [0x08, 0x18, 0x28, 0x38, 0x48, 0x58, 0x68];
   const tickvals = [...labels.map((each) => -each).reverse(), 0, ...labels];
   const named = {0x08: "2\u207b\u2076", 0x18: "1/16", 0x28: "1/4", 0x38: "1", 0x48: "4", 0x58: "16", 0x68: "64"};
   const isLog = byId("distribution-log").checked;
@@ -240,7 +240,7 @@ function drawDistribution() {
     shapes: marks.map(([x]) => ({type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: {color: color.muted, width: 1, dash: "dot"}})),
     annotations: marks.map(([x, text, tier]) => ({x, y: 1, yref: "paper", yanchor: "bottom", yshift: tier * 15, text, showarrow: false,
       font: {color: color.muted, size: 11}})),
-    xaxis: {range: [-132, 132], tickvals, ticktext: tickvals.map((x) => x === 0 ? "0" : (x < 0 ? "\u2212" : "") + named[Math.abs(x)]), showgrid: false, zeroline: false},
+    xaxis: {range: [-132, 132], tickvals, ticktext: tickvals.map((x) => x === 0 ? "0" : (x < 0 ? "\u2212" : "") + named[Math.abs(x)]), showgrid: false, zeroline: false, tickangle: 0},
     yaxis: {type: isLog ? "log" : "linear", automargin: true, nticks: 5, exponentformat: "SI"},
   });
   let high = 0, rounds = 0;
