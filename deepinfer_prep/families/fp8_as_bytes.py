@@ -19,6 +19,7 @@ from deepinfer_prep.quantized import EXPONENT_DTYPES, FLOAT_DTYPES
 
 _NAME = "fp8-as-bytes"
 _BYTES = ("U8", "I8")
+_WIDE_DTYPES = frozenset({*FLOAT_DTYPES, "I64", "I32", "BOOL"})
 _SCALES = ("weight_scale", "weight_scale_inv", "scale", "scale_inv", "_scale_inv", "_scale", "qscale_weight")
 _MOST_NAMES = 5
 
@@ -33,7 +34,7 @@ def layout(checkpoint: Checkpoint, quantization: Quantization) -> Layout | None:
         if any(_is_fp8(quantization, tensor, scale, has_fp8) for scale in _scales(checkpoint, name))
     ]
     if not names:
-        return None
+        return _dequantized(checkpoint, quantization)
     refusal = (
         f"{len(names):,} tensors have the dtype {checkpoint.tensors[names[0]].dtype}, but the config calls them fp8 "
         f"and each has a scale: {list_some(names, _MOST_NAMES, checkpoint.where)}. Another program has stored fp8 "
@@ -41,6 +42,21 @@ def layout(checkpoint: Checkpoint, quantization: Quantization) -> Layout | None:
         "(`tensor.view(torch.float8_e4m3fn)`)."
     )
     return Layout(_NAME, refusals=(refusal,))
+
+
+def _dequantized(checkpoint: Checkpoint, quantization: Quantization) -> Layout | None:
+    """What is to be said of a checkpoint in wide floats alone whose config still says fp8."""
+    tensors = checkpoint.tensors.values()
+    if not tensors or any(tensor.dtype not in _WIDE_DTYPES for tensor in tensors):
+        return None
+    stale = next((tensor.name for tensor in tensors if len(tensor.shape) > 1 and quantization.is_fp8(tensor.name)), "")
+    if not stale:
+        return None
+    warning = (
+        f"the config says fp8, but no tensor is: {checkpoint.where(stale)} is {checkpoint.tensors[stale].dtype}. The "
+        "weights were dequantized and the config was not changed with them; readers that believe it would be wrong."
+    )
+    return Layout(_NAME, warnings=(warning,))
 
 
 def _scales(checkpoint: Checkpoint, name: str) -> Iterator[TensorInfo]:

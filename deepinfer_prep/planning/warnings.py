@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from deepinfer_prep.families import Layout
 from deepinfer_prep.files.checkpoint import Checkpoint
+from deepinfer_prep.files.container import read_header
 from deepinfer_prep.kernel_scale import KERNEL_COLUMNS, KERNEL_ROWS, Absent, PlannedWeight, is_outside_kernels
+from deepinfer_prep.naming import SHARD_SUFFIX
 from deepinfer_prep.options import Options
 
 
@@ -21,6 +23,7 @@ def find_warnings(
         *_activation_scales(layout, options),
         *_unscaled(layout, options),
         *_markers(layout),
+        *_repeated_scales(checkpoint, layout, options),
     )
 
 
@@ -87,3 +90,18 @@ def _markers(layout: Layout) -> Iterator[str]:
             f"{len(layout.markers):,} fp8 tensors are markers without values and are copied, "
             f"{layout.markers[0]} among them."
         )
+
+
+def _repeated_scales(checkpoint: Checkpoint, layout: Layout, options: Options) -> Iterator[str]:
+    """Files beside the shards are copied as they are, also where they repeat a scale that is doubled in a shard."""
+    doubled = {weight.scale for weight in layout.weights if weight.element == "e4m3"}
+    doubled |= {*layout.activation_scales} if options.activation_scales == "double" else set()
+    for other in checkpoint.others:
+        if other.name.endswith(SHARD_SUFFIX):
+            repeated = [tensor.name for tensor in read_header(other.path).tensors if tensor.name in doubled]
+            if repeated:
+                yield (
+                    f"{other.name} is copied as it is and repeats {len(repeated):,} scales that are doubled in the "
+                    f"shards, {repeated[0]} among them: readers that take its values are off by 2. Remove it from the "
+                    "output, or double its values."
+                )

@@ -19,8 +19,8 @@ _Values = npt.NDArray[np.float64]
 
 IMPLAUSIBLE = 32.0
 """From this scale on a weight reads as 448 x 32 = 14,336 and more, and as 14 and less if the scale divides."""
-SUSPICIOUS = 0.25
-"""From this scale on a weight reads as 112 and more, which only a largest value taken for a scale usually gives."""
+SUSPICIOUS = 0.1
+"""From this scale on a weight reads as 45 and more, which only a largest value taken for a scale usually gives."""
 _WINDOW_BYTES = 256 * 1024
 _MOST_AT_ONCE = 4 * 1024 * 1024
 

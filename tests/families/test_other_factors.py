@@ -144,6 +144,18 @@ def test_bytes_that_are_no_fp8_are_copied(tmp_path: Path, case: str) -> None:
     assert plan_of(tmp_path, tensors, **config).refusals == ()
 
 
+def test_a_config_that_says_fp8_of_weights_in_bf16_is_told(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {"l.weight": ("BF16", (4, 4), 1), "l.weight_scale_inv": F32}, quant_method="fp8")
+    assert plan.refusals == ()
+    assert any("the config says fp8, but no tensor is" in text for text in plan.warnings)
+
+
+def test_scales_repeated_beside_the_shards_are_told(tmp_path: Path) -> None:
+    write_file(tmp_path / "act_scales.safetensors", {"l.weight_scale": F32, "m.input_scale": F32})
+    plan = plan_of(tmp_path, PAIR)
+    assert any("act_scales.safetensors is copied as it is and repeats 1 scales" in text for text in plan.warnings)
+
+
 COVERED = {
     "TensorRT-LLM": ["l.activation_scaling_factor", "attention.kv_cache_scaling_factor"],
     "vLLM's mappings": ["self_attn.prob_output_scale", "k_proj.output_scale", "qkv_proj.k_scale", "attn.v_cache_scale"],
