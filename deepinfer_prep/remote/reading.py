@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from deepinfer_prep.errors import PrepError
-from deepinfer_prep.files.storage import FileState
-
-if TYPE_CHECKING:
-    from deepinfer_prep.remote.tree import RemotePath, Stream
+from deepinfer_prep.files.storage import FileState, Place, StoredPlace
 
 MOST_FAILURES = 6
 """Requests that bring nothing, one after another, before a read is given up."""
@@ -22,11 +19,39 @@ class BrokenStreamError(Exception):
     """A connection broke, or an answer ended early."""
 
 
+class Stream(Protocol):
+    """The body of one answer."""
+
+    def read_into(self, buffer: memoryview) -> int:
+        """Read some bytes, at least one; 0 at the end.
+
+        Raises:
+            BrokenStreamError: the connection broke or the answer was cut: the rest can be asked for again.
+        """
+
+    def close(self) -> None:
+        """Give the connection up."""
+
+
+class RangeStore(Protocol):
+    """What reading needs of a store."""
+
+    def open_range(self, name: str, state: FileState, start: int, end: int) -> Stream:
+        """Ask for bytes start..end of a file in the given state.
+
+        Raises:
+            PrepError: it changed, or it cannot be read.
+            BrokenStreamError: no answer came; asking again may help.
+        """
+
+
 class RemoteReader:
     """Reads a file in one state; a file that changed since is an error of the store."""
 
-    def __init__(self, place: RemotePath, state: FileState) -> None:
-        self.place = place
+    def __init__(self, place: StoredPlace, store: RangeStore, key: str, state: FileState) -> None:
+        self.place: Place = place
+        self._store = store
+        self._key = key
         self._state = state
         self._stream: Stream | None = None
         self._position = 0
@@ -90,7 +115,7 @@ class RemoteReader:
             self._drop()
             first, last = self._expected
             self._end = max(end, last) if first <= start < last else end
-            self._stream = self.place.store.open_range(self.place.key, self._state, start, self._end)
+            self._stream = self._store.open_range(self._key, self._state, start, self._end)
             self._position = start
         return self._stream
 

@@ -9,23 +9,10 @@ from typing import Any, Protocol
 from deepinfer_prep.errors import CheckpointError
 from deepinfer_prep.files.storage import FileState, Reader, StoredPlace
 from deepinfer_prep.naming import SHARD_SUFFIX
+from deepinfer_prep.remote.reading import RangeStore, RemoteReader
 
 
-class Stream(Protocol):
-    """The body of one answer."""
-
-    def read_into(self, buffer: memoryview) -> int:
-        """Read some bytes, at least one; 0 at the end.
-
-        Raises:
-            BrokenStreamError: the connection broke or the answer was cut: the rest can be asked for again.
-        """
-
-    def close(self) -> None:
-        """Give the connection up."""
-
-
-class Store(Protocol):
+class Store(RangeStore, Protocol):
     """Files by name below one root; picklable and hashable, and safe to use from several threads."""
 
     @property
@@ -43,14 +30,6 @@ class Store(Protocol):
 
         Raises:
             FileNotFoundError: there is no such file.
-        """
-
-    def open_range(self, name: str, state: FileState, start: int, end: int) -> Stream:
-        """Ask for bytes start..end of a file in the given state.
-
-        Raises:
-            PrepError: it changed, or it cannot be read.
-            BrokenStreamError: no answer came; asking again may help.
         """
 
 
@@ -181,9 +160,7 @@ class RemotePath(StoredPlace):
 
     def open_reader(self) -> Reader:
         """Open the file in the state of the listing."""
-        from deepinfer_prep.remote.reading import RemoteReader
-
-        return RemoteReader(self, self.state())
+        return RemoteReader(self, self.store, self.key, self.state())
 
 
 def _restore(store: Store, key: str, known: Mapping[str, FileState] | None) -> RemotePath:
