@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from deepinfer_prep.options import Options
     from deepinfer_prep.verify import VerificationResult, verify_checkpoint
     from deepinfer_prep.workers import Progress
+    from deepinfer_prep.writing.computed_output import ComputedOutput, compute_output
 
 __all__ = [
+    "ComputedOutput",
     "ConversionResult",
     "Inspection",
     "Options",
@@ -29,12 +31,14 @@ __all__ = [
     "RefusedError",
     "VerificationResult",
     "__version__",
+    "compute_output",
     "convert_checkpoint",
     "inspect_checkpoint",
     "verify_checkpoint",
 ]
 
 _HOMES = {
+    "ComputedOutput": "writing.computed_output",
     "ConversionResult": "convert",
     "Inspection": "inspect",
     "Options": "options",
@@ -42,6 +46,7 @@ _HOMES = {
     "Progress": "workers",
     "RefusedError": "errors",
     "VerificationResult": "verify",
+    "compute_output": "writing.computed_output",
     "convert_checkpoint": "convert",
     "inspect_checkpoint": "inspect",
     "verify_checkpoint": "verify",

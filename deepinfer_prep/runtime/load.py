@@ -74,6 +74,7 @@ def load_weights(
     allow_unexpected: Names = (),
     pad_rows: Names = (),
     cast: Names = (),
+    repair: bool = False,
     progress: bool = True,
 ) -> LoadReport:
     """Fill a model's parameters and persistent buffers from a prepared checkpoint, and attach what kernels need.
@@ -105,6 +106,8 @@ def load_weights(
             of their scales ones.
         cast: parameters of another float dtype than their tensors, whose values are converted. Not for quantized
             weights, whose values mean nothing without their scales.
+        repair: where `checkpoint` is the path of an unprepared checkpoint, halve and double while loading; the result
+            is the same, bit for bit, as from its output. For an output it changes nothing.
         progress: show a progress bar on a terminal.
 
     Raises:
@@ -117,7 +120,7 @@ def load_weights(
     rules = LoadRules(rename, slices, scales, strict, allow_missing, allow_unexpected, pad_rows, cast)
     if isinstance(checkpoint, PreparedCheckpoint):
         return _load(model, checkpoint, rules, torch.device(device), progress)
-    with PreparedCheckpoint(checkpoint) as opened:
+    with PreparedCheckpoint(checkpoint, repair=repair) as opened:
         return _load(model, opened, rules, torch.device(device), progress)
 
 

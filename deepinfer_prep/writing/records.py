@@ -41,6 +41,18 @@ def build_manifest(
     for done in results.values():
         total.add(done.tally)
     files = {file.name: _file_record(file.name, file.size, results) for file in plan.files}
+    return describe(plan, tool_version, weights, total, sidecar_names, {**files, **sidecar_records})
+
+
+def describe(
+    plan: Plan,
+    tool_version: str,
+    weights: Iterable[PlannedWeight],
+    total: Tally,
+    sidecar_names: Iterable[str],
+    files: Mapping[str, FileRecord],
+) -> Manifest:
+    """The manifest of an output with these files."""
     return Manifest(
         format_version=FORMAT_VERSION,
         tool_version=tool_version,
@@ -55,7 +67,7 @@ def build_manifest(
         unscaled=plan.unscaled,
         split={name: SplitRecord(name + HI_SUFFIX, name + LO_SUFFIX) for name in plan.split},
         weights=weight_records(weights),
-        files={**files, **sidecar_records},
+        files=files,
         source_url=plan.checkpoint.root.pinned_url if isinstance(plan.checkpoint.root, StoredPlace) else "",
     )
 

@@ -18,12 +18,14 @@ from typing import Literal, get_args
 
 import torch
 
+import deepinfer_prep
 from deepinfer_prep.errors import CheckpointError
 from deepinfer_prep.files.storage import Place, StoredPlace
 from deepinfer_prep.manifest import Manifest, WeightRecord
+from deepinfer_prep.naming import MANIFEST_NAME
 from deepinfer_prep.quantized import KERNEL_BLOCK
 from deepinfer_prep.remote.places import to_place
-from deepinfer_prep.runtime.loading.contents import StoredTensor, read_contents
+from deepinfer_prep.runtime.loading.contents import StoredTensor, computed_contents, read_contents
 from deepinfer_prep.runtime.loading.gc_pause import collector_paused
 from deepinfer_prep.runtime.loading.remote_file import RemoteTensorFile
 from deepinfer_prep.runtime.loading.requests import Batch, Request
@@ -63,9 +65,13 @@ class PreparedCheckpoint:
         verify: "headers" compares manifest and headers when the checkpoint is opened. "digests" also compares every
             segment of 64 MiB of which something is read with its digest in the manifest, once, while it is read;
             "codes" also looks for fp8 codes above 240 in it. After an error, nothing that was filled is to be used.
+        repair: take the folder of an unprepared checkpoint as well, and convert what is read while it is read, in
+            memory. The result is that of converting first, bit for bit; it takes as long every time. Tensors are copies
+            then, and the sidecar's stay in memory until the checkpoint is closed.
         workers: threads that read; defaults to twice the processors of this process, at most 16.
 
     Raises:
+        RefusedError: the folder is to be repaired, and a conversion of it would be refused.
         ManifestError: the folder is no finished output, one of another format, or its files are not those that
             the manifest describes.
         ContainerError: a file is damaged.
@@ -77,6 +83,7 @@ class PreparedCheckpoint:
         *,
         access: Literal["mmap", "pread"] = "mmap",
         verify: Verify = "headers",
+        repair: bool = False,
         workers: int | None = None,
     ) -> None:
         if verify not in get_args(Verify):
@@ -84,14 +91,22 @@ class PreparedCheckpoint:
         self.folder: Place = to_place(folder)
         self.access = access
         self.workers = workers or min(16, 2 * len(os.sched_getaffinity(0)))
+        self._files: Mapping[str, TensorFile | RemoteTensorFile]
         with collector_paused():
-            contents = read_contents(self.folder)
+            if repair and not (self.folder / MANIFEST_NAME).exists():
+                if verify != "headers":
+                    raise ValueError(f"verify={verify!r} compares with digests, which a folder to repair does not have")
+                # Through the package's front door, which loads the converter only now.
+                computed = deepinfer_prep.compute_output(self.folder)
+                contents = computed_contents(self.folder, computed)
+                self._files = {name: RemoteTensorFile(place) for name, place in computed.places.items()}
+            else:
+                contents = read_contents(self.folder)
+                self._files = _open_files(self.folder, contents.manifest)
         self.manifest: Manifest = contents.manifest
         self.tensors: Mapping[str, StoredTensor] = contents.tensors
         """Every tensor by name, those of the sidecar last."""
         self._grids = contents.grids
-        names = (*self.manifest.shards, *self.manifest.sidecar)
-        self._files = {name: _open(self.folder / name, self.manifest.files[name].size) for name in names}
         self._verifier = None
         if verify != "headers":
             self._verifier = self._make_verifier(codes=verify == "codes")
@@ -296,6 +311,11 @@ class PreparedCheckpoint:
         shape, where = self.tensor(name).shape, self._where(name)
         grids = (self._scale_grid(record), self._kernel_grid(record))
         return math.lcm(*(unit_of(axis, shape, grid, where) for grid in grids if grid is not None))
+
+
+def _open_files(folder: Place, manifest: Manifest) -> dict[str, TensorFile | RemoteTensorFile]:
+    names = (*manifest.shards, *manifest.sidecar)
+    return {name: _open(folder / name, manifest.files[name].size) for name in names}
 
 
 def _open(place: Place, size: int) -> TensorFile | RemoteTensorFile:

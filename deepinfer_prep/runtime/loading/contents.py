@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from deepinfer_prep.errors import ManifestError
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
-from deepinfer_prep.files.storage import FileState, Place
+from deepinfer_prep.files.storage import FileState, Place, Readable
 from deepinfer_prep.files.untrusted import leads_out
 from deepinfer_prep.manifest import Manifest, read_manifest
 from deepinfer_prep.naming import MANIFEST_NAME, MARKER, WORKSPACE_NAME
@@ -23,6 +23,19 @@ from deepinfer_prep.runtime.loading.consistency import contradictions, is_grid, 
 
 _READ_AT_ONCE = 16
 _VERIFY = "`deepinfer-prep verify` tells what is wrong with the folder; if it was changed, convert again."
+
+
+class ComputedOutput(Protocol):
+    """An output that is computed while it is read; `deepinfer_prep.compute_output` returns one."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def headers(self) -> Mapping[str, Header]: ...
+
+    @property
+    def places(self) -> Mapping[str, Readable]: ...
 
 
 class StoredTensor(NamedTuple):
@@ -70,6 +83,22 @@ def read_contents(folder: Place) -> Contents:
     names = (*manifest.shards, *manifest.sidecar)
     for name, header in zip(names, _read_headers(folder, names, manifest), strict=True):
         tensors.update((info.name, _stored(folder, name, header, info)) for info in header.tensors)
+    return _checked(folder, manifest, tensors)
+
+
+def computed_contents(folder: Place, output: ComputedOutput) -> Contents:
+    """What an output would hold that is computed while it is read.
+
+    Raises:
+        ManifestError: torch lacks a dtype of its tensors.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for name, header in output.headers.items():
+        tensors.update((info.name, _stored(folder, name, header, info)) for info in header.tensors)
+    return _checked(folder, output.manifest, tensors)
+
+
+def _checked(folder: Place, manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> Contents:
     _check_names(folder, manifest, tensors)
     problems = contradictions(manifest, tensors)
     if problems:
@@ -86,6 +115,12 @@ def _refuse_unfinished(folder: Place) -> None:
         raise ManifestError(
             f"{folder} holds an unfinished conversion ({WORKSPACE_NAME} is there, {MANIFEST_NAME} is not). "
             "Run the same `deepinfer-prep convert` again: it resumes."
+        )
+    if not (folder / MANIFEST_NAME).exists():
+        raise ManifestError(
+            f"{folder} has no {MANIFEST_NAME}: it is not a finished output. Convert the checkpoint with "
+            "`deepinfer-prep convert`, or give repair=True to halve and double while loading.",
+            code="no-output",
         )
 
 

@@ -1,4 +1,4 @@
-"""One file of tensors in a store: parts of it are ranged reads, straight into memory of the caller."""
+"""One file of tensors in a store, or computed while it is read: parts are ranged reads, straight into the caller's memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from deepinfer_prep import fp8
-from deepinfer_prep.files.storage import StoredPlace
+from deepinfer_prep.files.storage import Readable
 from deepinfer_prep.runtime.loading.byte_layout import ByteRuns
 
 GAP_BYTES = 1024 * 1024
@@ -14,9 +14,9 @@ GAP_BYTES = 1024 * 1024
 
 
 class RemoteTensorFile:
-    """Reads tensors of one remote file; all methods may be called from several threads at once."""
+    """Reads tensors of one file that is not on this machine; all methods may be called from several threads at once."""
 
-    def __init__(self, place: StoredPlace) -> None:
+    def __init__(self, place: Readable) -> None:
         self.place = place
 
     def read_scattered(self, buffers: Sequence[memoryview], offset: int) -> None:
