@@ -1,4 +1,4 @@
-"""One file of tensors in a store, or computed while it is read: parts are ranged reads, straight into the caller's memory."""
+"""One file of tensors in a store, or computed while it is read: parts are read straight into the caller's memory."""
 
 from __future__ import annotations
 

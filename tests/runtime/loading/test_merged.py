@@ -57,7 +57,7 @@ def test_scales_of_merged_weights_are_stacked_as_their_weights_are(
 ) -> None:
     tensors = {}
     for number, name in enumerate("ab"):
-        values = np.arange(1, 1 + int(np.prod(scale_shape)), dtype=np.float32) * (number + 1)
+        values = np.arange(1, 1 + int(np.prod(scale_shape)), dtype=np.float32) * (number + 1) / 64
         tensors[f"{name}.weight"] = prepared.fp8((32, 64), number)
         tensors[f"{name}.weight_scale"] = ("F32", scale_shape, values.tobytes())
     output = prepared.prepare(tmp_path, tensors)

@@ -25,7 +25,7 @@ from tests.small_files import write_config, write_file
 E4M3 = torch.float8_e4m3fn
 TENSORS: dict[str, prepared.Tensor] = {
     "a.weight": prepared.fp8((128, 96), 1),
-    "a.weight_scale_inv": ("F32", (4, 3), np.exp2(np.arange(12) - 6).astype(np.float32).tobytes()),
+    "a.weight_scale_inv": ("F32", (4, 3), np.exp2(np.arange(12) - 20).astype(np.float32).tobytes()),
     "b.weight": prepared.fp8((96, 96), 2),
     "b.weight_scale_inv": ("F32", (3, 3), np.linspace(0.1, 1, 9, dtype=np.float32).tobytes()),
     "hc_attn_fn": prepared.f32((24, 256), 4),
