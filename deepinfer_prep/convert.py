@@ -1,4 +1,4 @@
-"""Converts a checkpoint: executes a plan and publishes the result. Takes no decisions about tensors."""
+"""Converts a checkpoint: carries out a plan and publishes the result. All decisions are in the plan."""
 
 from __future__ import annotations
 

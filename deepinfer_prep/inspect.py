@@ -1,4 +1,4 @@
-"""Tells from headers alone what is in a checkpoint, what converting would do, and what stands in the way."""
+"""Inspects a checkpoint from its headers: what it holds, what converting would change, what prevents it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ScanResult:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What is known about a checkpoint before anything is converted."""
+    """The result of `inspect_checkpoint`."""
 
     root: Place
     family: str

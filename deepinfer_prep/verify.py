@@ -1,4 +1,4 @@
-"""Proves a finished output against its manifest and, if given, its source.
+"""Verifies a finished output against its manifest and, where it is given, its source.
 
 Every file is read once, in parallel, segment by segment: digests and fp8 codes are checked on the same bytes,
 and with a source each byte is recomputed by the converter's own plan. Scales are checked to be finite and

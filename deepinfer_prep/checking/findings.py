@@ -1,4 +1,4 @@
-"""What verification finds: differences, counted in full and described as far as a person wants to read."""
+"""The differences that verification finds: all are counted, the first hundred are described."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares what a manifest says with what the source's plan says; the bytes are compared elsewhere."""
+"""Compares the records in a manifest with those that a new plan of the source gives. Bytes are compared elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputes the sidecar of an output from its main shards."""
+"""Computes the sidecar again from the main shards and compares it with the one in the output."""
 
 from __future__ import annotations
 

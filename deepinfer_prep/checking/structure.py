@@ -1,4 +1,4 @@
-"""Checks of a finished output that need no tensor data: files, sizes, headers, indexes, manifest."""
+"""Checks a finished output without reading tensor data: its files, sizes, headers, indexes and manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands talk: progress on stderr, results on stdout, errors as sentences with an exit status."""
+"""How the commands print: progress on stderr, results on stdout, errors as sentences with an exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print."""
+"""The commands and their options: each parses its arguments, calls one public function and prints the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _PlaceType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # ge
 
 _PLACE = _PlaceType()
 _MIN_CHUNK = 64 * 1024
-_RESUMABLE = "Nothing unfinished passes for an output; the same command goes on from where this one stopped."
+_RESUMABLE = "No incomplete output was published. Run the same command again to resume."
 
 
 def _parse_chunk(ctx: click.Context, param: click.Parameter, value: str) -> int:

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint's folder go along with its shards, and in what state they were found."""
+"""The files of a checkpoint's folder that are copied with its shards, and those that are left out or refused."""
 
 from __future__ import annotations
 

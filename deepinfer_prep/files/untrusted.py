@@ -127,6 +127,8 @@ def parse_object(text: bytes, limits: Limits) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise JsonError("is not a JSON object")
     _check_depth(value)
+    if b"\\ud" in text or b"\\uD" in text:
+        _check_text(value)
     return value
 
 
@@ -159,6 +161,14 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise JsonError(f"is nested more than {DEEPEST} levels deep")
+
+
+def _check_text(value: Any) -> None:
+    """Refuse half a surrogate pair, which JSON escapes can smuggle in: it is no text and cannot be written as UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise JsonError("holds half a surrogate pair, which is no text") from None
 
 
 def shorten(value: Any, most: int = 120) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoint -> plan: for every output file its header and its byte runs, the sidecar, warnings, refusals.
+"""Plans a conversion: the header and byte runs of every output file, the sidecar, warnings and refusals.
 
 Halving and doubling keep every tensor's size, so a shard's data section maps byte for byte onto its output:
 a plan is a sorted list of runs, and only headers change. Nothing here reads tensor data.

@@ -1,4 +1,4 @@
-"""What an unfinished run has done so far, so that a later one can go on.
+"""The journal: a file that records which segments an unfinished run has written, so that a later run can resume.
 
 One JSON object a line: first the identity of the run, then each segment whose bytes are on stable storage.
 A line is written only after its segment was synced. What follows the last whole entry is ignored, and cut

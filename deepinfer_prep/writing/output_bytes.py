@@ -1,4 +1,4 @@
-"""Computes any byte range of an output file from its source: the one place where operations meet bytes.
+"""Computes any byte range of an output file from its source file; the only place that changes tensor bytes.
 
 A range may begin and end anywhere, also inside a multi-byte scale: the source is then read a few bytes wider.
 """
@@ -22,7 +22,7 @@ from deepinfer_prep.quantized import DTYPES
 
 @dataclass(slots=True)
 class Tally:
-    """What halving met in the source: counts, and the NaN codes of each tensor that has any."""
+    """Counts of the noteworthy fp8 codes in the source that halving read, and of NaN codes by tensor."""
 
     counts: fp8.CodeCounts = field(default_factory=fp8.CodeCounts)
     nan_codes: dict[str, int] = field(default_factory=dict)

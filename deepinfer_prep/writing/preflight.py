@@ -1,4 +1,4 @@
-"""Reads tensor data without writing: the check of values before a conversion, and the count of codes."""
+"""Checks of tensor data before a conversion: scales that cannot be doubled, and counts of fp8 codes."""
 
 from __future__ import annotations
 

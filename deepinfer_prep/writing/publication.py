@@ -1,4 +1,4 @@
-"""Publication: how a complete run gets its final names, in an order that a kill at any moment cannot harm.
+"""Publication: gives the files of a complete run their final names, in an order that is safe to interrupt.
 
 1. Everything lies in the workspace, complete and synced; then the workspace's manifest is written.
 2. An older output's manifest goes, then its indexes, then its shards that the new output does not have.
@@ -20,6 +20,8 @@ from functools import reduce
 from operator import and_
 from pathlib import Path, PurePosixPath
 
+import xxhash
+
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError, ManifestError
 from deepinfer_prep.files.digests import digest_range
@@ -30,9 +32,10 @@ from deepinfer_prep.files.untrusted import MANIFEST, JsonError, leads_out
 from deepinfer_prep.manifest import Manifest, parse_manifest
 from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, SHARD_SUFFIX, SIDECAR_FOLDER, SIDECAR_INDEX
 from deepinfer_prep.workers import Meter, ProgressCallback, run_parallel
-from deepinfer_prep.writing.workspace import READY_NAME, REJECTED_NAME, Workspace
+from deepinfer_prep.writing.workspace import READY_DIGEST_NAME, READY_NAME, REJECTED_NAME, Workspace
 
 _LAST = "last"
+_DIGEST_BYTES = 32
 
 
 def publish(workspace: Workspace, manifest: Manifest, permissions: Mapping[str, int]) -> None:
@@ -47,6 +50,7 @@ def publish(workspace: Workspace, manifest: Manifest, permissions: Mapping[str, 
         OSError: a step failed; the same command goes on from there.
     """
     text = manifest.to_json()
+    workspace.write_durably(READY_DIGEST_NAME, xxhash.xxh3_128_hexdigest(text).encode())
     workspace.write_durably(READY_NAME, text)
     _remove_older(workspace, manifest)
     common = reduce(and_, (permissions[name] for name in manifest.shards if name in permissions), 0o777)
@@ -92,6 +96,8 @@ def _has_files(manifest: Manifest, files: Mapping[str, int]) -> bool:
 def _read_ready(workspace: Workspace) -> Manifest | None:
     try:
         text = workspace.root.read(READY_NAME, MANIFEST.nbytes)
+        if workspace.root.read(READY_DIGEST_NAME, _DIGEST_BYTES) != xxhash.xxh3_128_hexdigest(text).encode():
+            return None  # Damage may have left it a manifest, of something else.
         return parse_manifest(text, workspace.root.path / READY_NAME)
     except (FileNotFoundError, JsonError, ManifestError):
         return None

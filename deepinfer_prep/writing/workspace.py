@@ -17,7 +17,7 @@ from deepinfer_prep.files.storage import DirectWriter, RangeWriter
 from deepinfer_prep.naming import DISCARDED_NAME, WORKSPACE_NAME
 from deepinfer_prep.writing.journal import JOURNAL_NAME
 
-READY_NAME, REJECTED_NAME = "manifest.json", "rejected.json"
+READY_NAME, READY_DIGEST_NAME, REJECTED_NAME = "manifest.json", "manifest.xxh3", "rejected.json"
 _FILES, _LOCK = "files", "lock"
 _LOCK_ATTEMPTS = 100
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -118,7 +118,7 @@ class Workspace:
 
     def clear(self) -> None:
         """Throw away everything that an unfinished run has written, but keep the lock."""
-        for name in (READY_NAME, REJECTED_NAME, JOURNAL_NAME):
+        for name in (READY_NAME, READY_DIGEST_NAME, REJECTED_NAME, JOURNAL_NAME):
             self.root.unlink(name, missing_ok=True)
         self.files.close()
         self.root.remove_tree(_FILES)

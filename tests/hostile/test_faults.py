@@ -74,7 +74,7 @@ def test_a_failing_call_ends_clearly_and_the_same_command_goes_on(
         if result.exit_code:
             assert result.exit_code == 1
             assert f"[{errno.errorcode[code]}]: {scratch}" in result.stderr
-            assert "the same command goes on" in result.stderr
+            assert "Run the same command again to resume" in result.stderr
             again = convert(source, output, *options)
             assert again.exit_code == 0, again.stderr
         assert published(output) == expected

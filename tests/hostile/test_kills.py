@@ -258,8 +258,7 @@ def test_an_interrupt_is_told_and_leaves_a_run_to_resume(number: int, sample: Pa
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130, errors
     assert errors == (
-        "stopped: interrupted. Nothing unfinished passes for an output; the same command goes on from where this one "
-        "stopped.\n"
+        "stopped: interrupted. No incomplete output was published. Run the same command again to resume.\n"
     )
     assert published(output) == {}
     assert len((output / WORKSPACE / "journal").read_text().splitlines()) > 1

@@ -53,7 +53,7 @@ def test_a_limit_of_file_sizes_ends_clearly_and_resumes(tmp_path: Path) -> None:
     ended = run_limited(("convert", source, output, "--quiet"), (resource.RLIMIT_FSIZE, 64 * 1024))
     assert ended.returncode == 1
     assert f"error: File too large [EFBIG]: {output}" in ended.stderr
-    assert "the same command goes on" in ended.stderr
+    assert "Run the same command again to resume" in ended.stderr
     assert published(output) == {}
     assert convert(source, output).exit_code == 0
     assert verify_checkpoint(output, source=source).ok

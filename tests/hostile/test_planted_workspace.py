@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from deepinfer_prep.writing.workspace import Workspace
 from tests.hostile.calls import watch
@@ -54,7 +55,17 @@ def fifo(path: Path, victim: Path) -> None:
 
 
 PLANTS = [link_to_file, link_to_nothing, link_to_folder, hard_link, fifo]
-IN_WORKSPACE = ["lock", "journal", "manifest.json", "rejected.json", "manifest.json.tmp", "last", "last.tmp", "files"]
+IN_WORKSPACE = [
+    "lock",
+    "journal",
+    "manifest.json",
+    "rejected.json",
+    "manifest.json.tmp",
+    "manifest.xxh3",
+    "last",
+    "last.tmp",
+    "files",
+]
 IN_FILES = ["model-1.safetensors", "config.json", "inference", "inference/model.py", "neuron"]
 
 
@@ -108,6 +119,13 @@ def stopped(source: Path, output: Path, monkeypatch: pytest.MonkeyPatch, scratch
     assert (output / WORKSPACE / "manifest.json").exists()
 
 
+def forge(ready: Path, data: dict[str, Any]) -> None:
+    """Write a ready manifest with the digest that belongs to it, as somebody who knows this tool would."""
+    text = json.dumps(data).encode()
+    ready.write_bytes(text)
+    ready.with_name("manifest.xxh3").write_text(xxhash.xxh3_128_hexdigest(text))
+
+
 @pytest.mark.parametrize("victims_name", ["../../victim/precious", "../victim/new", "/etc/deepinfer-prep-test"])
 def test_a_ready_manifest_that_names_other_files_is_not_believed(
     source: Path,
@@ -122,7 +140,7 @@ def test_a_ready_manifest_that_names_other_files_is_not_believed(
     ready = output / WORKSPACE / "manifest.json"
     data = json.loads(ready.read_text())
     data["files"][victims_name] = data["files"]["config.json"]
-    ready.write_text(json.dumps(data))
+    forge(ready, data)
     assert convert(source, output).exit_code == 0
     assert tree(output) == expected
 
@@ -144,10 +162,8 @@ def test_a_ready_manifest_counts_only_where_its_files_are_the_plans(
         shard = "model-1.safetensors"
         forged = b"forged"
         (output / WORKSPACE / "files" / shard).write_bytes(forged)
-        import xxhash
-
         data["files"][shard] = {"size": len(forged), "digests": [xxhash.xxh3_128_hexdigest(forged)]}
-    ready.write_text(json.dumps(data))
+    forge(ready, data)
     assert convert(source, output).exit_code == 0
     assert tree(output) == expected
 
