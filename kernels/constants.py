@@ -30,3 +30,6 @@ AMAX_FLOOR = 1e-4
 
 MANTISSA_BITS = 23
 """Of fp32: e8m0 byte b is the number whose bits are b << MANTISSA_BITS."""
+
+SWIGLU_LIMIT = 10.0
+"""Bound of gate (above) and up (both sides) in DeepSeek-V4.1's experts."""

@@ -1,0 +1,125 @@
+"""Torch references for attention over lists of keys, index scores and the pool of a compressor (DeepSeek-V4.1).
+
+Functions named after a kernel take its arguments and round once to the type of their input. The `*_values` functions
+take the dtype to compute in and return it: float32 as the kernels do, float64 as an oracle.
+"""
+
+import torch
+from torch import Tensor
+
+LOWEST_MAXIMUM = -1e30
+HIGHEST_MAXIMUM = 3e38
+"""What bounds the number that is subtracted before exp: infinite sinks and queries without keys stay free of NaN."""
+
+CANDIDATE_BLOCK = 8
+"""Consecutive entries of the index that are chosen or left together when candidates are picked."""
+
+
+def attention_values(q: Tensor, kv: Tensor, sink: Tensor, idx: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """`sparse_attn` computed in `dtype` without a rounding of its result: [t, heads, d]."""
+    valid = (idx >= 0) & (idx < kv.shape[0])
+    rows = kv[torch.where(valid, idx, 0).long()].to(dtype)
+    rows = torch.where(valid.unsqueeze(-1), rows, 0.0)
+    scores = torch.einsum("thd,tkd->thk", q.to(dtype), rows) * scale
+    scores = torch.where(valid.unsqueeze(-2), scores, -torch.inf)
+    sinks = sink.to(dtype).unsqueeze(-1)
+    maximum = torch.maximum(scores.amax(dim=-1, keepdim=True), sinks).clamp(LOWEST_MAXIMUM, HIGHEST_MAXIMUM)
+    shares = torch.exp(scores - maximum)
+    total = shares.sum(dim=-1, keepdim=True) + torch.exp(sinks - maximum)
+    mixed = torch.einsum("thk,tkd->thd", shares, rows)
+    return mixed / torch.where(total == 0, 1.0, total)
+
+
+def sparse_attn(q: Tensor, kv: Tensor, sink: Tensor, idx: Tensor, scale: float) -> Tensor:
+    """Attention of each query over its own list of keys, which are their own values.
+
+    Args:
+        q: bf16 [t, heads, d].
+        kv: bf16 [n, d].
+        sink: fp32 [heads], a logit of each head that takes a share and gives no value; may be infinite.
+        idx: int32 [t, k], rows of kv. Entries below 0 or from n on are empty, wherever they stand.
+        scale: factor of the products of queries and keys.
+
+    Returns:
+        bf16 [t, heads, d]; zeros for a query without keys. What an empty entry's memory holds has no influence.
+    """
+    return attention_values(q, kv, sink, idx, scale, torch.float32).to(q.dtype)
+
+
+def index_score_values(q: Tensor, keys: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scores before masking: q [t, heads, d], keys [d, n], weights [t, heads] -> [t, n]."""
+    dots = torch.einsum("thd,dn->thn", q.to(dtype), keys.to(dtype))
+    return torch.einsum("thn,th->tn", torch.relu(dots), weights.to(dtype))
+
+
+def index_score(q: Tensor, keys: Tensor, weights: Tensor, klen: Tensor) -> Tensor:
+    """How well each entry of the index suits each query: sum over heads of weight * relu(q . key).
+
+    Args:
+        q: bf16 [t, heads, d].
+        keys: bf16 [d, n], one column an entry.
+        weights: fp32 [t, heads], factors of the heads; may be negative.
+        klen: int32 [t], how many entries, from the first on, a query may see.
+
+    Returns:
+        fp32 [t, n], -inf from klen on whatever the keys hold there.
+    """
+    return masked(index_score_values(q, keys, weights, torch.float32), klen)
+
+
+def masked(scores: Tensor, klen: Tensor) -> Tensor:
+    """scores [t, n] with -inf from klen int32 [t] on."""
+    visible = torch.arange(scores.shape[-1], device=scores.device) < klen.unsqueeze(-1)
+    return torch.where(visible, scores, -torch.inf)
+
+
+def top_k(scores: Tensor, klen: Tensor, k: int) -> Tensor:
+    """The best min(k, klen) entries of scores [t, n] before klen int32 [t]: int32 [t, k], ascending, then -1.
+
+    Which of equal scores win is not defined. An entry that scores -inf is never chosen.
+    """
+    return _ascending(masked(scores, klen), k)
+
+
+def candidate_blocks(scores: Tensor, klen: Tensor, count: int, size: int = CANDIDATE_BLOCK) -> Tensor:
+    """The `count` blocks of `size` entries with the highest single scores: int32 [t, count], ascending, then -1.
+
+    scores [t, n], klen int32 [t]. A query's last block, which may be partial, is always among them.
+    """
+    padded = torch.nn.functional.pad(masked(scores, klen), (0, -scores.shape[-1] % size), value=-torch.inf)
+    best = padded.reshape(padded.shape[0], -1, size).amax(dim=-1)
+    last = (klen.unsqueeze(-1) - 1).div(size, rounding_mode="floor")
+    is_last = torch.arange(best.shape[-1], device=scores.device) == last
+    return _ascending(torch.where(is_last, torch.inf, best), count)
+
+
+def within_candidates(scores: Tensor, blocks: Tensor, size: int = CANDIDATE_BLOCK) -> Tensor:
+    """scores [t, n] with -inf outside of the blocks int32 [t, count] of `size` entries that candidate_blocks chose."""
+    total = -(-scores.shape[-1] // size)
+    chosen = torch.zeros(scores.shape[0], total + 1, dtype=torch.int32, device=scores.device)
+    chosen = chosen.scatter(1, torch.where(blocks < 0, total, blocks).long(), 1)[:, :total]
+    allowed = chosen.unsqueeze(-1).expand(-1, -1, size).flatten(1)[:, : scores.shape[-1]]
+    return torch.where(allowed == 1, scores, -torch.inf)
+
+
+def _ascending(scores: Tensor, k: int) -> Tensor:
+    """Columns of the k highest scores above -inf, ascending, then -1: int32 [t, k]."""
+    n = scores.shape[-1]
+    best = torch.topk(scores, min(k, n), dim=-1)
+    places = torch.where(best.values == -torch.inf, n, best.indices).sort(dim=-1).values
+    places = torch.where(places == n, -1, places).int()
+    return torch.nn.functional.pad(places, (0, k - places.shape[-1]), value=-1)
+
+
+def pool_values(score: Tensor, latent: Tensor, dtype: torch.dtype) -> Tensor:
+    """`compress_pool` computed in `dtype` without a rounding of its result: [g, d]."""
+    shares = torch.softmax(score.to(dtype), dim=-2)
+    return (shares * latent.to(dtype)).sum(dim=-2)
+
+
+def compress_pool(score: Tensor, latent: Tensor) -> Tensor:
+    """Each group's tokens blended into one latent, channel by channel, by the softmax of their scores.
+
+    score and latent fp32 [g, r, d] for groups of r tokens -> bf16 [g, d].
+    """
+    return pool_values(score, latent, torch.float32).to(torch.bfloat16)
