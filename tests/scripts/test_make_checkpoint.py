@@ -29,6 +29,7 @@ from make_checkpoint import (
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save
+from sample_checkpoint import extras
 from sample_checkpoint.fit import RELEASED_BYTES, DimsError
 from sample_checkpoint.quantize import (
     E2M1_VALUES,
@@ -274,8 +275,26 @@ def test_config_is_built_as_released(sample: SampleCheckpoint) -> None:
     assert text["engram_num_embeddings"] == list(sample.dims.engram_rows)
     assert len(text["compress_ratios"]) == sample.dims.layers + sample.dims.draft_stages
     assert "vision_config" in config
-    extras = {str(path.relative_to(sample.folder)) for path in sample.folder.rglob("*") if path.is_file()}
-    assert {"tokenizer.json", "README.md", "inference/config.json", "encoding/encoding.py"} < extras
+    assert text["qk_rope_head_dim"] < text["head_dim"]
+    assert len(text["compress_ratios"]) == text["num_hidden_layers"] + text["num_nextn_predict_layers"]
+    assert 1 in text["compress_ratios"]
+    others = {str(path.relative_to(sample.folder)) for path in sample.folder.rglob("*") if path.is_file()}
+    assert {"tokenizer.json", "README.md", "inference/config.json", "encoding/encoding.py"} < others
+
+
+def test_config_has_every_field_that_serving_code_reads(sample: SampleCheckpoint) -> None:
+    text = json.loads((sample.folder / "config.json").read_text())["text_config"]
+    # As serving code demands them: bias-free attention without dropout, untied embeddings, YaRN of the release.
+    assert (text["attention_bias"], text["attention_dropout"], text["tie_word_embeddings"]) == (False, 0.0, False)
+    assert text["rope_scaling"].items() >= {"factor": 16, "original_max_position_embeddings": 65536}.items()
+    assert text["rope_scaling"].keys() >= {"beta_fast", "beta_slow"}
+    for name in ("candidate_block_size", "candidate_topk_blocks", "dspark_noise_token_id", "engram_vocab_size"):
+        assert isinstance(text[name], int), name
+    assert 0 <= text["dspark_noise_token_id"] < text["vocab_size"]
+
+
+def test_rope_covers_64_dimensions_as_in_the_release() -> None:
+    assert extras.config(ModelDims())["text_config"]["qk_rope_head_dim"] == 64
 
 
 def test_the_same_options_give_the_same_bytes_and_another_seed_others(sample: SampleCheckpoint, tmp_path: Path) -> None:
