@@ -10,7 +10,8 @@ import nki.language as nl
 
 from .engine_balance import SHORTEST, charge_scalar, charge_vector, vector_is_free_first
 from .records import EngineClock
-from .tiles import BANK_FP32, TILES_PER_BANK, P, k_groups, k_tiles, transpose_weights
+from .tile_pool import BANK_FP32, P, TilePool, psum_tile, sbuf_tile
+from .tiles import TILES_PER_BANK, k_groups, k_tiles, transpose_weights
 
 
 def spread_blocks(moving: nl.ndarray, k: int, blocks: int, unit: float) -> nl.ndarray:
@@ -39,24 +40,35 @@ def spread_blocks(moving: nl.ndarray, k: int, blocks: int, unit: float) -> nl.nd
 
 
 def _block_mask(blocks: int, unit: float) -> nl.ndarray:
-    """fp32 [128, blocks]: `unit` where the partition belongs to the block, else 0."""
-    identity = nl.shared_identity_matrix(blocks, dtype=nl.float32)
-    bank = nl.ndarray((P, blocks), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_transpose(dst=bank, data=identity.expand_dim(2).broadcast(2, P // blocks))
+    """fp32 [128, blocks]: `unit` where the partition belongs to the block, else 0.
+
+    GpSimd keeps an element where an affine value of its place is not negative: the partition less the first of the
+    block, and the last of the block less the partition.
+    """
+    size = P // blocks
     mask = nl.ndarray((P, blocks), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=mask, data=bank, op0=nl.multiply, operand0=unit, engine=nisa.engine.vector)
+    nisa.memset(dst=mask, value=unit)
+    nisa.affine_select(
+        dst=mask, pattern=[[-size, blocks]], channel_multiplier=1, on_true_tile=mask, on_false_value=0.0,
+        cmp_op=nl.greater_equal,
+    )  # fmt: skip
+    nisa.affine_select(
+        dst=mask, pattern=[[size, blocks]], channel_multiplier=-1, on_true_tile=mask, on_false_value=0.0,
+        cmp_op=nl.greater_equal, offset=size - 1,
+    )  # fmt: skip
     return mask
 
 
-def transpose_codes(tile: nl.ndarray, k: int, clock: EngineClock) -> nl.ndarray:
-    """e4m3 codes with k on partitions: [128, k tiles of 256, rows a partition, 2 * row partitions] in SBUF.
+def transpose_codes(pool: TilePool, tile: nl.ndarray, k: int, width: int, clock: EngineClock) -> nl.ndarray:
+    """Byte pairs with k on partitions: bf16 [128, k tiles, rows a partition, row partitions] in SBUF.
 
-    The two codes of a pair lie side by side. VectorE copies two-byte elements out of PSUM at twice its rate.
+    A k tile has `width` columns. The two bytes of a pair lie side by side; narrower types are views of them here, not
+    in PSUM. VectorE copies two-byte elements out of PSUM at twice its rate.
     """
     rows, per_partition, _ = tile.shape
-    pairs = nl.ndarray((P, k_tiles(k, 2 * P), per_partition, rows), dtype=nl.bfloat16, buffer=nl.sbuf)
-    for group in k_groups(k, 2 * P, TILES_PER_BANK // per_partition):
-        bank = transpose_weights(tile, group)
+    pairs = sbuf_tile(pool, "pairs", (P, k_tiles(k, width), per_partition, rows), nl.bfloat16)
+    for group in k_groups(k, width, TILES_PER_BANK // per_partition):
+        bank = transpose_weights(pool, tile, group)
         elements = group.tiles * per_partition * rows
         first_free = vector_is_free_first(clock, max(SHORTEST, elements // 2), max(SHORTEST, elements))
         nisa.tensor_copy(
@@ -64,11 +76,17 @@ def transpose_codes(tile: nl.ndarray, k: int, clock: EngineClock) -> nl.ndarray:
             src=bank,
             engine=nisa.engine.vector if first_free else nisa.engine.scalar,
         )
-    return pairs.view(nl.float8_e4m3)
+    return pairs
 
 
 def multiply_partial(
-    y: nl.ndarray, planes: list[nl.ndarray], scales: nl.ndarray, spread: nl.ndarray, k: int, clock: EngineClock
+    pool: TilePool,
+    y: nl.ndarray,
+    planes: list[nl.ndarray],
+    scales: nl.ndarray,
+    spread: nl.ndarray,
+    k: int,
+    clock: EngineClock,
 ) -> None:
     """y fp32 [rows, m] in SBUF = the sum over blocks of scale times partial sum.
 
@@ -79,12 +97,12 @@ def multiply_partial(
     per_tile = spread.shape[3]
     halves = len(planes) // 2
     width = len(planes) * P
-    scaled = nl.ndarray((rows, m, scales.shape[1]), dtype=nl.float32, buffer=nl.sbuf)
+    scaled = sbuf_tile(pool, "scaled", (rows, m, scales.shape[1]), nl.float32)
     for group in k_groups(k, width, BANK_FP32 // (per_tile * m)):
         tiles = group.tiles
         partitions = group.partitions
         blocks = per_tile * partitions // P
-        partial = nl.ndarray((rows, tiles, blocks, m), dtype=nl.float32, buffer=nl.psum)
+        partial = psum_tile(pool, (rows, tiles, blocks, m), nl.float32)
         for index in range(tiles):
             tile = group.first + index
             for plane in range(len(planes)):
@@ -103,10 +121,10 @@ def multiply_partial(
             op=nl.multiply,
         )
         charge_vector(clock, columns * m)
-    _sum_blocks(y, scaled, clock)
+    _sum_blocks(pool, y, scaled, clock)
 
 
-def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray, clock: EngineClock) -> None:
+def _sum_blocks(pool: TilePool, y: nl.ndarray, scaled: nl.ndarray, clock: EngineClock) -> None:
     """y fp32 [rows, m] = the sum of scaled fp32 [rows, m, blocks].
 
     VectorE sums all rows of x at once, ScalarE one an instruction, and then reads its accumulators. The two may add in
@@ -117,7 +135,7 @@ def _sum_blocks(y: nl.ndarray, scaled: nl.ndarray, clock: EngineClock) -> None:
         nisa.tensor_reduce(dst=y, op=nl.add, data=scaled, axis=2)
         charge_vector(clock, m * blocks)
         return
-    unused = nl.ndarray((rows, blocks), dtype=nl.float32, buffer=nl.sbuf)
+    unused = sbuf_tile(pool, "unused", (rows, blocks), nl.float32)
     for row in range(m):
         nisa.activation(
             dst=unused,

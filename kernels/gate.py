@@ -4,7 +4,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .records import my_share
-from .tiles import P
+from .tile_pool import P
 
 ZERO_COLUMNS = 4096
 

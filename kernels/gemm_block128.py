@@ -7,7 +7,8 @@ from .engine_balance import charge_vector
 from .few_rows import multiply_partial, spread_blocks, transpose_codes
 from .load_x import load_activations
 from .records import EngineClock, my_share
-from .tiles import LOAD_BYTES, P, check_sizes, k_tiles, load_weights, plane_view, row_groups, store_results
+from .tile_pool import P, TilePool, new_pool, psum_tile, sbuf_tile
+from .tiles import LOAD_BYTES, check_sizes, k_tiles, load_weights, plane_view, row_groups, store_results
 
 PLANES = 2
 WIDTH = PLANES * P
@@ -32,24 +33,26 @@ def linear_block128(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarr
     out = nl.ndarray((m, n), dtype=nl.bfloat16, buffer=nl.shared_hbm)
     share = my_share(n)
     clock = EngineClock(0, 0)
-    spread = spread_blocks(plane_view(load_activations([x], WIDTH, False)), k, BLOCKS, 1.0)
+    pool = new_pool()
+    spread = spread_blocks(plane_view(load_activations(pool, [x], WIDTH, False)), k, BLOCKS, 1.0)
     scales = _load_scales(scale, share.first, share.size)
     for group in row_groups(share, LOAD_BYTES, m):
         partitions = group.partitions
-        y = nl.ndarray((partitions, group.stacks, group.runs, 1, m), dtype=nl.float32, buffer=nl.sbuf)
+        y = sbuf_tile(pool, "y", (partitions, group.stacks, group.runs, 1, m), nl.float32)
         for load in range(group.stacks * group.runs):
             row = group.first + load * partitions
-            codes = transpose_codes(load_weights(w, row, 1, partitions), k, clock)
+            weights = load_weights(pool, w, row, 1, partitions)
+            codes = transpose_codes(pool, weights, k, WIDTH, clock).view(nl.float8_e4m3)
             planes = [codes[:, :, 0, 0 : 2 * partitions : 2], codes[:, :, 0, 1 : 2 * partitions : 2]]
             factors = scales[0:partitions, (row - share.first) // P, :]
             target = y[:, load // group.runs, load % group.runs, 0, :]
             if m <= PARTIAL_M_MAX:
-                multiply_partial(target, planes, factors, spread, k, clock)
+                multiply_partial(pool, target, planes, factors, spread, k, clock)
             else:
                 for first in range(0, m, M_STEP):
                     end = min(m, first + M_STEP)
-                    _multiply(target[:, first:end], planes, factors, spread[:, :, :, :, first:end], k, clock)
-        store_results(out, group.first, y)
+                    _multiply(pool, target[:, first:end], planes, factors, spread[:, :, :, :, first:end], k, clock)
+        store_results(pool, out, group.first, y)
     return out
 
 
@@ -63,14 +66,20 @@ def _load_scales(scale: nl.ndarray, first_row: int, rows: int) -> nl.ndarray:
 
 
 def _multiply(
-    acc: nl.ndarray, planes: list[nl.ndarray], scales: nl.ndarray, spread: nl.ndarray, k: int, clock: EngineClock
+    pool: TilePool,
+    acc: nl.ndarray,
+    planes: list[nl.ndarray],
+    scales: nl.ndarray,
+    spread: nl.ndarray,
+    k: int,
+    clock: EngineClock,
 ) -> None:
     """acc fp32 [rows, m] = the sum over blocks of scale times partial sum, a block an instruction."""
     rows, m = acc.shape
     for tile in range(k_tiles(k, WIDTH)):
         blocks = min(BLOCKS, k // P - tile * BLOCKS)
         partitions = blocks * P // BLOCKS
-        partial = nl.ndarray((rows, blocks, m), dtype=nl.float32, buffer=nl.psum)
+        partial = psum_tile(pool, (rows, blocks, m), nl.float32)
         for plane in range(PLANES):
             nisa.nc_matmul(
                 dst=partial,

@@ -8,24 +8,17 @@ from .few_rows import multiply_partial, spread_blocks, transpose_codes
 from .load_x import load_activations, round_trip_cycles
 from .records import EngineClock, Share, my_share
 from .scales import BLOCK, load_block_scales, load_row_scales
-from .tiles import (
-    TILES_PER_BANK,
-    P,
-    check_sizes,
-    k_groups,
-    k_tiles,
-    load_weights,
-    plane_view,
-    row_groups,
-    store_results,
-    transpose_weights,
-)
+from .tile_pool import P, TilePool, new_pool, sbuf_tile
+from .tiles import TILES_PER_BANK, check_sizes, k_groups, k_tiles, load_weights, plane_view, row_groups, store_results
 
 PLANES = 2
 WIDTH = PLANES * P
 """Columns of a k tile: partition p holds columns 2p and 2p + 1."""
 
-PARTIAL_M_MAX = 6
+SBUF_PASSES = 2
+"""Cycles an element of VectorE with both inputs in SBUF."""
+
+PARTIAL_M_MAX = 12
 """Rows of x up to which scaling partial sums costs less than dequantizing."""
 
 
@@ -41,18 +34,25 @@ def linear_fp8(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_trip: bool
     out = nl.ndarray((m, n), dtype=nl.bfloat16, buffer=nl.shared_hbm)
     share = my_share(n)
     clock = EngineClock(0, 0)
+    pool = new_pool()
     if round_trip:
         charge_vector(clock, round_trip_cycles(m, k, WIDTH))
-    moving = plane_view(load_activations([x], WIDTH, round_trip))
+    moving = plane_view(load_activations(pool, [x], WIDTH, round_trip))
     if m <= PARTIAL_M_MAX:
-        _few_rows(out, moving, w, scale, share, clock)
+        _few_rows(pool, out, moving, w, scale, share, clock)
     else:
-        _many_rows(out, moving, w, scale, share, clock)
+        _many_rows(pool, out, moving, w, scale, share, clock)
     return out
 
 
 def _few_rows(
-    out: nl.ndarray, moving: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, share: Share, clock: EngineClock
+    pool: TilePool,
+    out: nl.ndarray,
+    moving: nl.ndarray,
+    w: nl.ndarray,
+    scale: nl.ndarray,
+    share: Share,
+    clock: EngineClock,
 ) -> None:
     m = out.shape[0]
     k = w.shape[1]
@@ -60,24 +60,31 @@ def _few_rows(
     for group in row_groups(share, k, m):
         per_partition = group.per_partition
         partitions = group.partitions
-        y = nl.ndarray((partitions, group.stacks, group.runs, per_partition, m), dtype=nl.float32, buffer=nl.sbuf)
+        y = sbuf_tile(pool, "y", (partitions, group.stacks, group.runs, per_partition, m), nl.float32)
         for load in range(group.stacks * group.runs):
             row = group.first + load * group.rows_per_load
-            codes = transpose_codes(load_weights(w, row, per_partition, partitions), k, clock)
-            factors = load_row_scales(scale, row, per_partition, partitions, BLOCK)[:, 0, :]
+            weights = load_weights(pool, w, row, per_partition, partitions)
+            codes = transpose_codes(pool, weights, k, WIDTH, clock).view(nl.float8_e4m3)
+            factors = load_row_scales(pool, scale, row, per_partition, partitions, BLOCK)[:, 0, :]
             for r in range(per_partition):
                 target = y[:, load // group.runs, load % group.runs, r, :]
                 planes = [codes[:, :, r, 0 : 2 * partitions : 2], codes[:, :, r, 1 : 2 * partitions : 2]]
-                multiply_partial(target, planes, factors, spread, k, clock)
-        store_results(out, group.first, y)
+                multiply_partial(pool, target, planes, factors, spread, k, clock)
+        store_results(pool, out, group.first, y)
 
 
 def _many_rows(
-    out: nl.ndarray, moving: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, share: Share, clock: EngineClock
+    pool: TilePool,
+    out: nl.ndarray,
+    moving: nl.ndarray,
+    w: nl.ndarray,
+    scale: nl.ndarray,
+    share: Share,
+    clock: EngineClock,
 ) -> None:
     m = out.shape[0]
     k = w.shape[1]
-    scales = load_block_scales(scale, share.first, share.size, WIDTH)
+    scales = load_block_scales(pool, scale, share.first, share.size, WIDTH)
     for group in row_groups(share, k, m):
         per_partition = group.per_partition
         partitions = group.partitions
@@ -86,30 +93,31 @@ def _many_rows(
             row = group.first + load * group.rows_per_load
             first = (row - share.first) // BLOCK
             blocks = per_partition * partitions // BLOCK
-            tile = load_weights(w, row, per_partition, partitions)
-            wt = _dequantize(tile, scales[:, :, first : first + blocks], k, clock)
+            tile = load_weights(pool, w, row, per_partition, partitions)
+            wt = _dequantize(pool, tile, scales[:, :, first : first + blocks], k, clock)
             for r in range(per_partition):
                 _multiply(acc[:, load // group.runs, load % group.runs, r, :], wt, r, moving, k)
-        y = nl.ndarray(acc.shape, dtype=nl.float32, buffer=nl.sbuf)
+        y = sbuf_tile(pool, "y", acc.shape, nl.float32)
         nisa.tensor_copy(dst=y, src=acc, engine=nisa.engine.vector)
         charge_vector(clock, 2 * group.stacks * group.runs * per_partition * m)
-        store_results(out, group.first, y)
+        store_results(pool, out, group.first, y)
 
 
-def _dequantize(tile: nl.ndarray, scales: nl.ndarray, k: int, clock: EngineClock) -> nl.ndarray:
+def _dequantize(pool: TilePool, tile: nl.ndarray, scales: nl.ndarray, k: int, clock: EngineClock) -> nl.ndarray:
     """bf16 [128, k tiles, rows a partition, row partitions, 2] in SBUF: transposed codes times scales, exact."""
     rows, per_partition, _ = tile.shape
     blocks = scales.shape[2]
-    wt = nl.ndarray((P, k_tiles(k, WIDTH), per_partition, rows, PLANES), dtype=nl.bfloat16, buffer=nl.sbuf)
+    wt = sbuf_tile(pool, "dequantized", (P, k_tiles(k, WIDTH), per_partition, rows, PLANES), nl.bfloat16)
+    transposed = transpose_codes(pool, tile, k, WIDTH, clock).view(nl.float8_e4m3)
     for group in k_groups(k, WIDTH, TILES_PER_BANK // per_partition):
         count = group.tiles
         partitions = group.partitions
-        bank = transpose_weights(tile, group).view(nl.float8_e4m3)
-        codes = bank.reshape((partitions, count, per_partition, blocks, PLANES * rows // blocks))
+        shape = (partitions, count, per_partition, blocks, PLANES * rows // blocks)
+        codes = transposed[0:partitions, group.first : group.end].reshape(shape)
         dst = wt[0:partitions, group.first : group.end].reshape(codes.shape)
         factors = scales[0:partitions, group.first : group.end, :]
         cycles = count * per_partition * rows * PLANES
-        if vector_is_free_first(clock, cycles, cycles):
+        if vector_is_free_first(clock, SBUF_PASSES * cycles, cycles):
             _scale_on_vector(dst, codes, factors)
         else:
             _scale_on_scalar(dst, codes, factors)

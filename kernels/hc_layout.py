@@ -4,7 +4,8 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .records import TokenTile
-from .tiles import P, fold_factor
+from .tile_pool import P
+from .tiles import fold_factor
 
 FOLD_COLUMNS = 256
 """Columns that a row is folded down to at most: 512 bytes of bf16 still make an efficient DMA run."""

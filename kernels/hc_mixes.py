@@ -7,7 +7,8 @@ import nki.language as nl
 from .constants import HC, HC_EPS, NORM_EPS, SINKHORN_ITERS
 from .load_x import FOLD_WIDTH, load_activations
 from .records import Share, TokenBatch, my_share
-from .tiles import P, k_tiles, plane_view
+from .tile_pool import P, TilePool, new_pool
+from .tiles import k_tiles, plane_view
 
 LOGITS = (2 + HC) * HC
 PLANES = 2
@@ -33,11 +34,13 @@ def kernel(
     comb = nl.ndarray((tokens, HC, HC), dtype=nl.float32, buffer=nl.shared_hbm)
     share = my_share(tokens)
     flat = residual.reshape((tokens, streams * columns))
-    fn = plane_view(load_activations([fn_hi, fn_lo], FOLD_WIDTH, False))
+    pool = new_pool()
+    identity = nl.shared_identity_matrix(P, dtype=nl.uint8)
+    fn = plane_view(load_activations(pool, [fn_hi, fn_lo], FOLD_WIDTH, False))
     adjust = _load_adjustment(scale, base)
     for batch in _batches(share):
         mine = nl.ds(batch.first, batch.end - batch.first)
-        logits = _logits(flat[mine, :], fn, adjust, batch.rows)
+        logits = _logits(pool, flat[mine, :], fn, adjust, identity, batch.rows)
         _store_gates(pre[mine, :], logits[:, :, 0:HC], 1.0, HC_EPS)
         _store_gates(post[mine, :], logits[:, :, HC : 2 * HC], 2.0, 0.0)
         _store_comb(comb[mine], logits[:, :, 2 * HC : LOGITS])
@@ -71,14 +74,16 @@ def _load_adjustment(scale: nl.ndarray, base: nl.ndarray) -> list[nl.ndarray]:
     return [factors, offsets]
 
 
-def _logits(flat: nl.ndarray, fn: nl.ndarray, adjust: list[nl.ndarray], rows: int) -> nl.ndarray:
+def _logits(
+    pool: TilePool, flat: nl.ndarray, fn: nl.ndarray, adjust: list[nl.ndarray], identity: nl.ndarray, rows: int
+) -> nl.ndarray:
     """flat bf16 [tiles * rows, HC * h] in HBM -> fp32 [rows, tiles, 24]: projected, normalised, scaled and offset."""
     tokens, width = flat.shape
     logits = nl.ndarray((rows, tokens // rows, LOGITS), dtype=nl.float32, buffer=nl.sbuf)
     for tile in range(tokens // rows):
-        moving = plane_view(load_activations([flat[tile * rows : (tile + 1) * rows, :]], FOLD_WIDTH, False))
+        moving = plane_view(load_activations(pool, [flat[tile * rows : (tile + 1) * rows, :]], FOLD_WIDTH, False))
         sums = _contract(moving, fn, width)
-        inverse = _inverse_rms(sums[1], width)
+        inverse = _inverse_rms(sums[1], identity, width)
         raw = nl.ndarray((rows, LOGITS), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=raw, src=sums[0][:, LOGITS : 2 * LOGITS])
         nisa.tensor_tensor(dst=raw, data1=sums[0][:, 0:LOGITS], data2=raw, op=nl.add)
@@ -107,7 +112,7 @@ def _contract(moving: nl.ndarray, fn: nl.ndarray, width: int) -> list[nl.ndarray
     return [projected, gram]
 
 
-def _inverse_rms(gram: nl.ndarray, width: int) -> nl.ndarray:
+def _inverse_rms(gram: nl.ndarray, identity: nl.ndarray, width: int) -> nl.ndarray:
     """1 / sqrt(mean square + NORM_EPS) of each row, fp32 [rows, 1]. GpSimd's rsqrt is the most precise one.
 
     The diagonal is copied by predicate rather than multiplied by an identity, so that an infinity in one token does
@@ -116,12 +121,11 @@ def _inverse_rms(gram: nl.ndarray, width: int) -> nl.ndarray:
     rows = gram.shape[0]
     diagonal = nl.ndarray((rows, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=diagonal, value=0.0)
-    identity = nl.shared_identity_matrix(P, dtype=nl.uint8)
     nisa.tensor_copy_predicated(dst=diagonal, src=gram, predicate=identity[0:rows, 0:rows])
     inverse = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=inverse, op=nl.add, data=diagonal, axis=1)
     nisa.tensor_scalar(dst=inverse, data=inverse, op0=nl.multiply, operand0=1.0 / width, op1=nl.add, operand1=NORM_EPS)
-    nisa.tensor_scalar(dst=inverse, data=inverse, op0=nl.rsqrt, operand0=None)
+    nisa.tensor_scalar(dst=inverse, data=inverse, op0=nl.rsqrt, operand0=0.0)
     return inverse
 
 

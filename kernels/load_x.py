@@ -5,7 +5,8 @@ import nki.language as nl
 
 from .constants import AMAX_FLOOR, FP8_BLOCK, FP8_MAX, MANTISSA_BITS
 from .records import KSpan
-from .tiles import P, fold_factor, k_tiles, load_folded, transpose_folded
+from .tile_pool import P, TilePool, sbuf_tile
+from .tiles import fold_factor, k_tiles, load_folded, transpose_folded
 
 ROUND_TRIP_PASSES = 3
 """Times that VectorE reads every element of x in the round trip."""
@@ -17,7 +18,7 @@ CHUNK = 2048
 """Columns that one step of the round trip takes: keeps its fp32 scales in one PSUM bank."""
 
 
-def load_activations(sources: list[nl.ndarray], width: int, round_trip: bool) -> nl.ndarray:
+def load_activations(pool: TilePool, sources: list[nl.ndarray], width: int, round_trip: bool) -> nl.ndarray:
     """bf16 [rows, k] matrices in HBM, stacked, as fp32 pairs [128, k tiles of `width` columns, width / 256, m].
 
     m counts the rows of all sources; of several there may be 128 in all. See transpose_folded for the pairs' order.
@@ -29,13 +30,13 @@ def load_activations(sources: list[nl.ndarray], width: int, round_trip: bool) ->
     for row in range(0, m, P):
         count = min(P, m - row)
         for span in _k_spans(k, width, count):
-            folded = load_folded(sources, row, count // len(sources), span.column, span.segments, span.width)
+            folded = load_folded(pool, sources, row, count // len(sources), span.column, span.segments, span.width)
             if round_trip:
-                fp8_round_trip(folded)
+                fp8_round_trip(pool, folded)
             first = span.column // width
             tiles = k_tiles(span.width, width)
             dst = xt[0 : span.partitions, first : first + span.segments * tiles, :, row : row + count]
-            transpose_folded(dst.reshape_dim(1, (span.segments, tiles)), folded)
+            transpose_folded(pool, dst.reshape_dim(1, (span.segments, tiles)), folded)
     return xt
 
 
@@ -60,7 +61,7 @@ def round_trip_cycles(m: int, k: int, width: int) -> int:
     return cycles
 
 
-def fp8_round_trip(x: nl.ndarray) -> None:
+def fp8_round_trip(pool: TilePool, x: nl.ndarray) -> None:
     """x bf16 [rows, columns] in SBUF to e4m3 and back, in place, in blocks of 32 columns with power-of-two scales.
 
     The scale of a block is the smallest power of two s with max(|x|, AMAX_FLOOR) / s <= 224. Dividing by s and
@@ -70,32 +71,32 @@ def fp8_round_trip(x: nl.ndarray) -> None:
     for start in range(0, columns, CHUNK):
         size = min(CHUNK, columns - start)
         blocks = x[:, start : start + size].reshape_dim(1, (size // FP8_BLOCK, FP8_BLOCK))
-        scales = _power_of_two_scales(blocks)
-        codes = nl.ndarray((rows, size // FP8_BLOCK, FP8_BLOCK), dtype=nl.float8_e4m3, buffer=nl.sbuf)
+        scales = _power_of_two_scales(pool, blocks)
+        codes = sbuf_tile(pool, "x codes", (rows, size // FP8_BLOCK, FP8_BLOCK), nl.float8_e4m3)
         inverse = scales[:, 1, :].expand_dim(2).broadcast(2, FP8_BLOCK)
         scale = scales[:, 0, :].expand_dim(2).broadcast(2, FP8_BLOCK)
         nisa.tensor_tensor(dst=codes, data1=blocks, data2=inverse, op=nl.multiply)
         nisa.tensor_tensor(dst=blocks, data1=codes, data2=scale, op=nl.multiply)
 
 
-def _power_of_two_scales(blocks: nl.ndarray) -> nl.ndarray:
-    """The scale of each block and its inverse: fp32 [rows, 2, blocks] in PSUM, where VectorE reads at full rate."""
+def _power_of_two_scales(pool: TilePool, blocks: nl.ndarray) -> nl.ndarray:
+    """The scale of each block and its inverse: fp32 [rows, 2, blocks] in SBUF."""
     rows, count, _ = blocks.shape
-    magnitude = nl.ndarray(blocks.shape, dtype=nl.bfloat16, buffer=nl.sbuf)
-    amax = nl.ndarray((rows, count), dtype=nl.float32, buffer=nl.sbuf)
+    magnitude = sbuf_tile(pool, "magnitudes", blocks.shape, nl.bfloat16)
+    amax = sbuf_tile(pool, "maxima", (rows, count), nl.float32)
     nisa.activation(dst=magnitude, op=nl.abs, data=blocks)
     nisa.tensor_reduce(dst=amax, op=nl.maximum, data=magnitude, axis=2)
     nisa.tensor_scalar(
         dst=amax, data=amax, op0=nl.maximum, operand0=AMAX_FLOOR, op1=nl.multiply, operand1=1.0 / FP8_MAX
     )
     bits = amax.view(nl.int32)
-    exponent = nl.ndarray((rows, count), dtype=nl.int32, buffer=nl.sbuf)
-    above = nl.ndarray((rows, count), dtype=nl.int32, buffer=nl.sbuf)
+    exponent = sbuf_tile(pool, "exponents", (rows, count), nl.int32)
+    above = sbuf_tile(pool, "above", (rows, count), nl.int32)
     nisa.tensor_scalar(dst=exponent, data=bits, op0=nl.right_shift, operand0=MANTISSA_BITS)
     nisa.tensor_scalar(dst=above, data=bits, op0=nl.bitwise_and, operand0=(1 << MANTISSA_BITS) - 1)
     nisa.tensor_scalar(dst=above, data=above, op0=nl.not_equal, operand0=0.0)
     nisa.tensor_tensor(dst=exponent, data1=exponent, data2=above, op=nl.add, engine=nisa.engine.vector)
-    scales = nl.ndarray((rows, 2, count), dtype=nl.int32, buffer=nl.psum)
+    scales = sbuf_tile(pool, "x scales", (rows, 2, count), nl.int32)
     nisa.tensor_scalar(dst=scales[:, 0, :], data=exponent, op0=nl.left_shift, operand0=MANTISSA_BITS)
     nisa.tensor_scalar(dst=exponent, data=exponent, op0=nl.subtract, operand0=254.0, reverse0=True)
     nisa.tensor_scalar(dst=scales[:, 1, :], data=exponent, op0=nl.left_shift, operand0=MANTISSA_BITS)

@@ -28,12 +28,7 @@ import nki.language as nl
 
 from .constants import K_MULTIPLE, M_MAX, N_MULTIPLE, TWO_CORE_N_MULTIPLE
 from .records import KGroup, RowGroup, Share
-
-P = 128
-"""Partitions of SBUF and PSUM."""
-
-BANK_FP32 = 512
-"""fp32 elements in a partition of one PSUM bank (2 KiB)."""
+from .tile_pool import BANK_FP32, P, TilePool, psum_tile, sbuf_tile
 
 TILES_PER_BANK = 8
 """Transposed [128, 128] tiles of two-byte elements in one PSUM bank."""
@@ -105,22 +100,22 @@ def row_groups(share: Share, row_bytes: int, m: int) -> list[RowGroup]:
     return groups
 
 
-def load_weights(w: nl.ndarray, row: int, per_partition: int, partitions: int) -> nl.ndarray:
+def load_weights(pool: TilePool, w: nl.ndarray, row: int, per_partition: int, partitions: int) -> nl.ndarray:
     """Consecutive rows of w uint8 [n, row bytes] as uint8 [partitions, per_partition, row bytes] in SBUF."""
-    tile = nl.ndarray((partitions, per_partition, w.shape[1]), dtype=nl.uint8, buffer=nl.sbuf)
+    tile = sbuf_tile(pool, "weights", (partitions, per_partition, w.shape[1]), nl.uint8)
     rows = w[row : row + partitions * per_partition, :]
     nisa.dma_copy(dst=tile, src=rows.reshape_dim(0, (partitions, per_partition)))
     return tile
 
 
-def transpose_weights(tile: nl.ndarray, group: KGroup) -> nl.ndarray:
+def transpose_weights(pool: TilePool, tile: nl.ndarray, group: KGroup) -> nl.ndarray:
     """One bank of transposed byte pairs: bf16 [partitions, k tiles, rows a partition, row partitions] in PSUM.
 
     `tile` is what load_weights returned, `group` one of k_groups with at most 8 tiles over all rows a partition.
     """
     rows, per_partition, _ = tile.shape
     pairs = tile.view(nl.bfloat16)
-    bank = nl.ndarray((group.partitions, group.tiles, per_partition, rows), dtype=nl.bfloat16, buffer=nl.psum)
+    bank = psum_tile(pool, (group.partitions, group.tiles, per_partition, rows), nl.bfloat16)
     for index in range(group.tiles):
         start = (group.first + index) * P
         for r in range(per_partition):
@@ -136,21 +131,23 @@ def fold_factor(units: int, rows: int) -> int:
     return factor
 
 
-def load_folded(sources: list[nl.ndarray], row: int, rows: int, column: int, segments: int, width: int) -> nl.ndarray:
+def load_folded(
+    pool: TilePool, sources: list[nl.ndarray], row: int, rows: int, column: int, segments: int, width: int
+) -> nl.ndarray:
     """Rows of bf16 matrices in HBM, stacked and folded: bf16 [matrices * rows * segments, width] in SBUF.
 
     Of each matrix `rows` rows from `row` on and segments * width columns from `column` on. A row takes `segments`
     partitions, so that few rows keep many partitions busy.
     """
     height = rows * segments
-    tile = nl.ndarray((len(sources) * height, width), dtype=nl.bfloat16, buffer=nl.sbuf)
+    tile = sbuf_tile(pool, "x", (len(sources) * height, width), nl.bfloat16)
     for index in range(len(sources)):
         block = sources[index][row : row + rows, column : column + segments * width]
         nisa.dma_copy(dst=tile[index * height : (index + 1) * height, :], src=block.reshape_dim(1, (segments, width)))
     return tile
 
 
-def transpose_folded(dst: nl.ndarray, folded: nl.ndarray) -> None:
+def transpose_folded(pool: TilePool, dst: nl.ndarray, folded: nl.ndarray) -> None:
     """Transpose bf16 [rows * segments, columns] as pairs into fp32 dst [partitions, segments, k tiles, halves, rows].
 
     Pair `halves * p + half` of a k tile of 2 * halves * partitions columns goes to partition p.
@@ -162,7 +159,7 @@ def transpose_folded(dst: nl.ndarray, folded: nl.ndarray) -> None:
     for half in range(halves):
         for first in range(0, tiles, per_bank):
             count = min(per_bank, tiles - first)
-            bank = nl.ndarray((partitions, count, height), dtype=nl.float32, buffer=nl.psum)
+            bank = psum_tile(pool, (partitions, count, height), nl.float32)
             for index in range(count):
                 nisa.nc_transpose(dst=bank[:, index, :], data=pairs[:, first + index, :, half])
             nisa.tensor_copy(
@@ -177,7 +174,7 @@ def plane_view(transposed: nl.ndarray) -> nl.ndarray:
     return transposed.view(nl.bfloat16).reshape_dim(3, (transposed.shape[3], 2))
 
 
-def store_results(out: nl.ndarray, column: int, y: nl.ndarray) -> None:
+def store_results(pool: TilePool, out: nl.ndarray, column: int, y: nl.ndarray) -> None:
     """Transpose a row group's results, round them to bf16 and store them from `column` of out bf16 [m, n] on.
 
     y fp32 [partitions, stacks, runs, rows a partition, m] in SBUF.
@@ -186,12 +183,12 @@ def store_results(out: nl.ndarray, column: int, y: nl.ndarray) -> None:
     span = runs * partitions * per_partition
     for start in range(0, m, P):
         rows = min(P, m - start)
-        bank = nl.ndarray((rows * stacks, runs, partitions, per_partition), dtype=nl.float32, buffer=nl.psum)
+        bank = psum_tile(pool, (rows * stacks, runs, partitions, per_partition), nl.float32)
         for run in range(runs):
             for r in range(per_partition):
                 data = y[:, :, run, r, start : start + rows].permute((0, 2, 1))
                 nisa.nc_transpose(dst=bank[:, run, :, r], data=data)
-        block = nl.ndarray((rows * stacks, span), dtype=nl.bfloat16, buffer=nl.sbuf)
+        block = sbuf_tile(pool, "results", (rows * stacks, span), nl.bfloat16)
         nisa.tensor_copy(dst=block, src=bank.reshape((rows * stacks, span)), engine=nisa.engine.vector)
         columns = out[start : start + rows, column : column + stacks * span]
         nisa.dma_copy(dst=columns.reshape_dim(1, (stacks, span)), src=block)

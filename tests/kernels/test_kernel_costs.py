@@ -37,7 +37,7 @@ def weights_of(gemm: Gemm) -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize("m", [1, 4, 16])
 @pytest.mark.parametrize("gemm", GEMMS, ids=lambda gemm: gemm.name)
 def test_decode_stays_near_the_memory_floor_on_two_cores(gemm: Gemm, m: int) -> None:
-    limit = 8.0 if gemm.codes_per_byte == 2 else 3.0
+    limit = 8.5 if gemm.codes_per_byte == 2 else 3.5
     for name, n, k in weights_of(gemm):
         model = gemm_model(gemm, m, n, k)
         assert model.ratio <= limit, f"{name}: {model.cell()}"

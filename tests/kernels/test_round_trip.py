@@ -21,7 +21,7 @@ with installed():
     import nki.isa as nisa
     import nki.language as nl
 
-    from deepinfer_prep.kernels import load_x
+    from deepinfer_prep.kernels import load_x, tile_pool
 
 BF16 = [code for code in range(1 << 16) if code & 0x7FFF < 0x7F00]
 """Bits of all bf16 numbers below 2^127; rounding up to e4m3 takes the very largest beyond bf16."""
@@ -33,7 +33,7 @@ def round_trip_kernel(x: Any) -> Any:
     out = nl.ndarray(x.shape, dtype=nl.bfloat16, buffer=nl.shared_hbm)
     tile = nl.ndarray(x.shape, dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.dma_copy(dst=tile, src=x)
-    load_x.fp8_round_trip(tile)
+    load_x.fp8_round_trip(tile_pool.new_pool(), tile)
     nisa.dma_copy(dst=out, src=tile)
     return out
 

@@ -11,7 +11,7 @@ from . import geometry, hardware, rules
 from .context import current, location, refuse
 from .dtypes import DType
 from .errors import Rule
-from .memory import BOTH, HOST, MATMUL, OTHER, PROGRAM, SHARED, UNWRITTEN, Buffer
+from .memory import BOTH, HOST, MATMUL, OTHER, PROGRAM, SHARED, UNWRITTEN, Buffer, Storage
 from .numeric import F32, Array, read_f32, to_dtype
 from .record import Instruction, Operand
 from .tensor import Tensor, whole
@@ -43,6 +43,8 @@ class Call:
         self._sources: list[tuple[str, Tensor]] = []
         self._destinations: list[tuple[str, Tensor]] = []
         self._rows_written: dict[str, list[Tensor]] = {}
+        self._storages: list[Storage] = []
+        """Every storage it uses, those of run-time offsets included."""
         self._written_twice: dict[str, Array | None] = {}
         self.dynamic = False
         """Whether an operand has a run-time offset."""
@@ -95,6 +97,7 @@ class Call:
         offset = value.dynamic.source if value.buffer.on_chip and value.dynamic is not None else None
         if isinstance(offset, Tensor) and offset.dtype.name != "uint32":
             self.refuse(rules.DYNAMIC_OFFSET, role, f"{offset.dtype} offset of an on-chip operand")
+        self._storages += [value.storage, *value.offset_storages()]
         tensor = value.resolved(self.op)
         if tensor.storage.dead:
             self.refuse(rules.DEAD_TENSOR, role, f"tensor of shape {tensor.storage.shape}")
@@ -245,6 +248,8 @@ class Call:
             self._mark(role, tensor, code)
         if self.dynamic:
             flags["dynamic"] = True
+        for storage in self._storages:
+            self.program.touch(storage)
         self.program.instructions.append(
             Instruction(
                 op=self.op,

@@ -59,10 +59,19 @@ class Program:
     """ScalarE's accumulator registers, one a partition."""
     reset_lanes: set[int] = field(default_factory=set)
     """Partitions whose accumulator was reset."""
+    touched: list[Storage] = field(default_factory=list)
+    """What the running dynamic loop used so far."""
     identities: dict[tuple[int, str], Storage] = field(default_factory=dict)
     shared_allocated: int = 0
     core: Any = None
     """The thread that runs it, in a launch of several programs."""
+
+    def touch(self, storage: Storage) -> None:
+        """The instruction that is issued now uses this storage."""
+        if storage.lifetime is not None:
+            storage.lifetime.touch(len(self.instructions))
+            if self.loops:
+                self.touched.append(storage)
 
 
 @dataclass

@@ -118,8 +118,8 @@ def launch(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], option
         outputs=tuple(_to_host(tensor) for tensor in tensors),
         single=single,
         instructions=tuple(i for program in programs for i in program.instructions),
-        sbuf_peak=max(program.memory.sbuf_peak for program in programs),
-        psum_peak=max(program.memory.psum_peak for program in programs),
+        sbuf_peak=max(program.memory.peak(Buffer.sbuf) for program in programs),
+        psum_peak=max(program.memory.peak(Buffer.psum) for program in programs),
     )
 
 

@@ -63,7 +63,7 @@ def _run(op: str, indices: Any, trip: Callable[[int], None]) -> None:
     where = f"{op} at {location()}"
     program.loops.append(0)
     issued: list[tuple[Any, ...]] | None = None
-    trips = 0
+    trips, before = 0, len(program.instructions)
     for index in indices:
         program.loops[-1] = trips
         start = len(program.instructions)
@@ -75,6 +75,11 @@ def _run(op: str, indices: Any, trip: Callable[[int], None]) -> None:
             refuse(rules.LOOP_BODY, op, "body_fun", f"trip {trips} issues other instructions than trip 0")
         issued, trips = signature, trips + 1
     program.loops.pop()
+    for storage in program.touched:  # live for the entire loop
+        if storage.lifetime is not None:
+            storage.lifetime.touch(before)
+            storage.lifetime.touch(len(program.instructions) - 1)
+    program.touched.clear()
     program.trips.append((where, trips))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import hardware, rules
-from .context import current, refuse
+from .context import current, location, refuse
 from .dtypes import DType
 
 Bytes = npt.NDArray[np.uint8]
@@ -132,6 +132,7 @@ class Storage:
         self.read_only = False
         self.dead = False
         self.name = ""
+        self.lifetime: Lifetime | None = None
         self.data = data
 
     @property
@@ -140,52 +141,64 @@ class Storage:
         return self.size // self.shape[0] if self.buffer.on_chip else self.size
 
 
-class OnChipStorage(Storage):
-    """A storage that occupies SBUF or PSUM until nothing refers to it any more."""
+@dataclass
+class Lifetime:
+    """How much of a memory a tensor takes, from the first instruction that touches it to the last."""
 
-    def __init__(self, memory: Memory, buffer: Buffer, shape: tuple[int, ...], dtype: DType) -> None:
-        super().__init__(buffer, shape, dtype)
-        self._memory = memory
-        self._taken = memory.take(buffer, self.row_bytes)
+    buffer: Buffer
+    amount: int
+    location: str
+    first: int = -1
+    last: int = -1
 
-    def __del__(self) -> None:
-        if hasattr(self, "_taken"):
-            self._memory.give_back(self.buffer, self._taken)
+    def touch(self, index: int) -> None:
+        """Instruction number `index` uses the tensor."""
+        self.first = index if self.first < 0 else min(self.first, index)
+        self.last = max(self.last, index)
+
+
+_CAPACITY = {Buffer.sbuf: hardware.SBUF_BYTES_PER_PARTITION, Buffer.psum: hardware.PSUM_BANKS}
+_UNIT = {Buffer.sbuf: "bytes a partition", Buffer.psum: "banks"}
+_RULES = {Buffer.sbuf: rules.SBUF_CAPACITY, Buffer.psum: rules.PSUM_CAPACITY}
 
 
 @dataclass
 class Memory:
-    """On-chip memory of one core in use now and at its peak: SBUF in bytes a partition, PSUM in banks."""
+    """On-chip memory of one core: SBUF in bytes a partition, PSUM in banks."""
 
-    sbuf: int = 0
-    sbuf_peak: int = 0
-    psum: int = 0
-    psum_peak: int = 0
+    lifetimes: list[Lifetime] = field(default_factory=list)
 
-    def take(self, buffer: Buffer, row_bytes: int) -> int:
-        """Account for an allocation and return what it took. Raises if the memory is full."""
+    def take(self, buffer: Buffer, row_bytes: int) -> Lifetime:
+        """The lifetime of a new tensor. Raises if it alone does not fit."""
         if buffer is Buffer.psum:
-            banks = -(-row_bytes // hardware.PSUM_BANK_BYTES)
-            if self.psum + banks > hardware.PSUM_BANKS:
-                found = f"{banks} banks wanted, {hardware.PSUM_BANKS - self.psum} free"
-                refuse(rules.PSUM_CAPACITY, "nl.ndarray", "", found)
-            self.psum += banks
-            self.psum_peak = max(self.psum_peak, self.psum)
-            return banks
-        size = -(-row_bytes // hardware.SBUF_ALIGN) * hardware.SBUF_ALIGN
-        if self.sbuf + size > hardware.SBUF_BYTES_PER_PARTITION:
-            free = hardware.SBUF_BYTES_PER_PARTITION - self.sbuf
-            refuse(rules.SBUF_CAPACITY, "nl.ndarray", "", f"{size} bytes a partition wanted, {free} free")
-        self.sbuf += size
-        self.sbuf_peak = max(self.sbuf_peak, self.sbuf)
-        return size
-
-    def give_back(self, buffer: Buffer, amount: int) -> None:
-        """Free what `take` returned."""
-        if buffer is Buffer.psum:
-            self.psum -= amount
+            amount = -(-row_bytes // hardware.PSUM_BANK_BYTES)
         else:
-            self.sbuf -= amount
+            amount = -(-row_bytes // hardware.SBUF_ALIGN) * hardware.SBUF_ALIGN
+        lifetime = Lifetime(buffer, amount, location())
+        if amount > _CAPACITY[buffer]:
+            self._refuse(lifetime, amount)
+        self.lifetimes.append(lifetime)
+        return lifetime
+
+    def peak(self, buffer: Buffer) -> int:
+        """Most of `buffer` in use at once. Raises where that is more than there is, naming the tensor that was last."""
+        used = [lifetime for lifetime in self.lifetimes if lifetime.buffer is buffer and lifetime.first >= 0]
+        ends = sorted(used, key=lambda lifetime: lifetime.last)
+        taken = peak = ended = 0
+        for lifetime in sorted(used, key=lambda lifetime: lifetime.first):
+            while ends[ended].last < lifetime.first:
+                taken -= ends[ended].amount
+                ended += 1
+            taken += lifetime.amount
+            peak = max(peak, taken)
+            if taken > _CAPACITY[buffer]:
+                self._refuse(lifetime, taken)
+        return peak
+
+    def _refuse(self, lifetime: Lifetime, taken: int) -> None:
+        buffer = lifetime.buffer
+        found = f"{taken} {_UNIT[buffer]} in use with this tensor's {lifetime.amount}, there are {_CAPACITY[buffer]}"
+        refuse(_RULES[buffer], "nl.ndarray", "", found, lifetime.location)
 
 
 def _shared(shape: tuple[int, ...], dtype: DType) -> Storage:
@@ -204,12 +217,9 @@ def _shared(shape: tuple[int, ...], dtype: DType) -> Storage:
 def allocate(buffer: Buffer, shape: tuple[int, ...], dtype: DType) -> Storage:
     """A new unwritten storage in the running program; a shared one may be another program's."""
     program = current()
-    if buffer is Buffer.shared_hbm:
-        storage = _shared(shape, dtype)
-    elif buffer.on_chip:
-        storage = OnChipStorage(program.memory, buffer, shape, dtype)
-    else:
-        storage = Storage(buffer, shape, dtype)
+    storage = _shared(shape, dtype) if buffer is Buffer.shared_hbm else Storage(buffer, shape, dtype)
+    if buffer.on_chip and not any(program.loops):  # later trips of a loop use the tiles of the first
+        storage.lifetime = program.memory.take(buffer, storage.row_bytes)
     if program.options.arithmetic and storage.data is None:
         storage.data = np.empty(storage.size, np.uint8)
     if program.scopes:

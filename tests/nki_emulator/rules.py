@@ -90,8 +90,16 @@ UNWRITTEN_READ = Rule("unwritten-read", "memory is not zeroed: write an element 
 DEAD_TENSOR = Rule(
     "dead-tensor", "a tensor allocated inside a dynamic loop's body does not exist outside that trip", _LOOPS
 )
-SBUF_CAPACITY = Rule("sbuf-capacity", "live SBUF tensors fit 212984 bytes a partition", _TRN2)
-PSUM_CAPACITY = Rule("psum-capacity", "live PSUM tensors fit 8 banks of 2 KiB a partition", _TRN2)
+SBUF_CAPACITY = Rule(
+    "sbuf-capacity",
+    "SBUF tensors in use at once fit 212984 bytes a partition; those of a dynamic loop are in use for all of it",
+    _TRN2,
+)
+PSUM_CAPACITY = Rule(
+    "psum-capacity",
+    "PSUM tensors in use at once fit 8 banks of 2 KiB a partition; those of a dynamic loop are in use for all of it",
+    _TRN2,
+)
 PSUM_BANK = Rule("psum-bank", "a matmul or transpose writes inside one 2 KiB PSUM bank", _isa("nc_matmul"))
 PSUM_WORD = Rule(
     "psum-word",

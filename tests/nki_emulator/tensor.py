@@ -375,6 +375,11 @@ class Tensor(_NoOperators):
 
     # What instructions need
 
+    def offset_storages(self) -> list[Storage]:
+        """The storages that hold its run-time offsets."""
+        sources = [part.source for part in (self.dynamic, self.gather) if part is not None]
+        return [source.storage for source in sources if isinstance(source, Tensor)]
+
     def resolved(self, op: str) -> Tensor:
         """This view with its run-time offset, if any, turned into a number."""
         if self.dynamic is None:

@@ -98,14 +98,25 @@ def tensor_of_a_loop_body() -> None:
 
 @breaks(rules.SBUF_CAPACITY, "nl.ndarray")
 def full_sbuf() -> None:
-    tiles = [empty((P, 25600)), empty((P, 25600))]
-    tiles.append(empty((P, 4096)))
+    tiles = [tile((P, 25600)), tile((P, 25600)), empty((P, 4096))]
+    nisa.memset(dst=tiles[2], value=0.0)
+    for t in tiles:
+        nisa.tensor_copy(dst=t, src=t)
 
 
 @breaks(rules.PSUM_CAPACITY, "nl.ndarray")
 def nine_banks() -> None:
-    tiles = [empty((P, 8), buffer=nl.psum) for _ in range(8)]
-    tiles.append(empty((P, 8), buffer=nl.psum))
+    for t in [tile((P, 8), buffer=nl.psum) for _ in range(9)]:
+        nisa.tensor_copy(dst=t, src=t)
+
+
+@breaks(rules.PSUM_CAPACITY, "nl.ndarray")
+def nine_banks_in_a_loop_whose_uses_follow_each_other() -> None:
+    def body(i: Any) -> None:
+        for _ in range(9):
+            tile((P, 8), buffer=nl.psum)
+
+    nl.fori_loop(0, 1, body)
 
 
 @breaks(rules.PSUM_BANK, "nc_matmul", "dst")
