@@ -26,7 +26,7 @@ from deepinfer_prep.planning.suggestion import suggest_map
 _FOREIGN_FP8 = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _MOST_NAMES = 10
 _MOST_NEAR = 5
-_SCALE_LIKE = re.compile("scal|_scl|_sf$|_inv|amax", re.IGNORECASE)
+_SCALE_LIKE = re.compile("scal|scl|_sf$|_inv|factor|amax", re.IGNORECASE)
 
 
 def find_refusals(checkpoint: Checkpoint, layout: Layout, options: Options, split: Iterable[str]) -> tuple[Reason, ...]:
