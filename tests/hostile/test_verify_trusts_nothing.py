@@ -44,7 +44,7 @@ def test_an_output_of_an_output_is_no_correct_output(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     result = verify(tmp_path / "twice", tmp_path / "once")
     assert result.exit_code == 1
-    assert "already converted" in result.stdout
+    assert "is itself an output of deepinfer-prep" in result.stderr
 
 
 def test_fp8_that_was_copied_without_a_scale_is_told(tmp_path: Path) -> None:
