@@ -140,19 +140,19 @@ class S3Workspace:
         """Write an object that must not be there yet; None where it is. Stores without conditions write it anyway."""
         from botocore.exceptions import ClientError
 
-        try:
-            answer: Mapping[str, Any] = client().put_object(
-                Bucket=self.store.bucket, Key=self.store.prefix + name, Body=data, IfNoneMatch="*"
-            )
-            return answer
-        except ClientError as error:
-            code = error.response.get("Error", {}).get("Code")
-            if code in ("PreconditionFailed", "ConditionalRequestConflict", "412"):
-                return None
-            if code == "NotImplemented":
-                return self.put_object(name, memoryview(data))
-            with self.store.explained("PutObject", name):
-                raise
+        with self.store.explained("PutObject", name):
+            try:
+                answer: Mapping[str, Any] = client().put_object(
+                    Bucket=self.store.bucket, Key=self.store.prefix + name, Body=data, IfNoneMatch="*"
+                )
+                return answer
+            except ClientError as error:
+                code = error.response.get("Error", {}).get("Code")
+                if code in ("PreconditionFailed", "ConditionalRequestConflict", "412"):
+                    return None
+                if code != "NotImplemented":
+                    raise
+        return self.put_object(name, memoryview(data))
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; those that are not there count as removed."""

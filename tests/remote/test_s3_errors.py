@@ -55,6 +55,15 @@ def test_an_endpoint_that_cannot_be_reached(server: S3Server, monkeypatch: pytes
     assert "the store cannot be reached" in failed("inspect", f"s3://{BUCKET}/model")
 
 
+def test_a_store_that_goes_away_before_the_first_write(
+    server: S3Server, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3._client.cache_clear()
+    server.rule = lambda request: "drop request" if request.method == "PUT" else None
+    assert "the store cannot be reached" in failed("convert", str(source), f"s3://{BUCKET}/out", "--quiet")
+
+
 def test_no_credentials(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
