@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -104,7 +103,7 @@ class Workspace:
 
     def write_durably(self, name: str, data: bytes) -> None:
         """Write a small file of the workspace in full under a fresh name, sync it, and give it its name."""
-        fresh = f"{name}.{secrets.token_hex(8)}.tmp"
+        fresh = f"{name}.{os.urandom(8).hex()}.tmp"
 
         def open_fresh(path: Path, flags: int, mode: int) -> int:
             return self.root.open_own(path, flags | os.O_EXCL, mode)
@@ -146,7 +145,7 @@ def _own_uid(output: Folder, root: Folder) -> int:
     status = root.status()
     if status is not None and status.st_uid == os.geteuid():
         return status.st_uid
-    name = f"{WORKSPACE_NAME}.{secrets.token_hex(8)}"
+    name = f"{WORKSPACE_NAME}.{os.urandom(8).hex()}"
     descriptor = output.open_own(output.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         return os.fstat(descriptor).st_uid
