@@ -53,7 +53,8 @@ def _print(title: str, lines: Iterable[tuple[str, list[Modelled]]], rows: tuple[
 def main(rows: str, cores: int, engines: bool) -> None:
     """Print modelled microseconds, their ratio to the floor that memory sets, and what bounds each kernel."""
     counts = tuple(int(m) for m in rows.split(","))
-    print(f"Model, not measured on a device. {cores} core(s). Microseconds (ratio to the floor, what bounds it).\n")
+    print(f"Model, not measured on a device. {cores} core(s). Microseconds (ratio to the floor, what bounds it),")
+    print("with the published figures at their best / with what they leave open at its worst.\n")
     _print("kernel | weight | floor", _gemm_rows(counts, cores), counts, engines)
     _print("kernel", _hc_rows(counts, cores), counts, engines)
 

@@ -73,3 +73,14 @@ def test_hyper_connection_kernels_are_modelled() -> None:
     models = hyper_connection_models(16)
     assert set(models) == {"hc_expand", "hc_collapse", "hc_attn_out", "hc_mixes"}
     assert all(0 < model.cost.bound < 50e-6 for model in models.values())
+
+
+@emulator_only
+def test_the_pessimistic_column_counts_slow_stationaries_and_is_never_below_the_best() -> None:
+    n, k = V41_FP8["wq_a"]
+    model = gemm_model(GEMMS[0], 1, n, k)
+    matmuls = n // 2 // 128 * (k // 256) * 2
+    extra = model.pessimistic.slowest.seconds["tensor"] - model.cost.slowest.seconds["tensor"]
+    assert extra == pytest.approx(matmuls * 64 / 2.4e9)
+    assert model.pessimistic_ratio >= model.ratio
+    assert model.pessimistic.slowest.seconds["sync"] > 0

@@ -90,12 +90,33 @@ class KernelCost:
         return self.slowest.bound_by
 
 
-def kernel_cost(instructions: Iterable[Instruction]) -> KernelCost:
+@dataclass(frozen=True)
+class Assumptions:
+    """What the published figures leave open."""
+
+    stepped_stationary_cycles: int
+    """Least cycles of a matmul whose stationary operand is not contiguous: 128 rows, if loading it is not fast."""
+    wide_step: float
+    """Factor of an access whose innermost step is above 16 bytes: nki_perf_guide says half the bandwidth."""
+    narrow_psum: float
+    """Factor of an instruction that reads one-byte elements from PSUM, for which no rate is published."""
+    dma_issue: float
+    """Seconds that a DMA takes on a queue where its kind of descriptors is left to the compiler."""
+    hbm: float
+    """Share of the peak bandwidth that is reached."""
+
+
+BEST = Assumptions(0, 1.0, 1.0, 0.0, 1.0)
+PESSIMISTIC = Assumptions(128, 2.0, 2.0, HWDGE_ISSUE_SECONDS, 0.9)
+WIDE_STEP_BYTES = 16
+
+
+def kernel_cost(instructions: Iterable[Instruction], assumptions: Assumptions = BEST) -> KernelCost:
     """The cost of a recorded kernel."""
     programs: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ENGINES, 0.0))
     for instruction in instructions:
         totals = programs[instruction.program]
-        for engine, seconds in busy_seconds(instruction).items():
+        for engine, seconds in busy_seconds(instruction, assumptions).items():
             totals[engine] += seconds
     return KernelCost(tuple(ProgramCost(programs[index]) for index in sorted(programs)))
 
@@ -105,16 +126,30 @@ def hbm_floor(size: int, programs: int) -> float:
     return size / (HBM_BYTES_PER_SECOND * programs)
 
 
-def busy_seconds(instruction: Instruction) -> dict[str, float]:
+def busy_seconds(instruction: Instruction, assumptions: Assumptions = BEST) -> dict[str, float]:
     """How long an instruction keeps which engine busy."""
     if instruction.engine == "dma":
-        return _dma_seconds(instruction)
+        return _dma_seconds(instruction, assumptions)
     if instruction.engine == "sync":
         return {}
-    cycles = _CYCLES[instruction.engine](instruction)
+    cycles = _CYCLES[instruction.engine](instruction) * _access_factor(instruction, assumptions)
+    if instruction.op == "nc_matmul" and instruction.operand("stationary").inner_step > 1:
+        cycles = max(cycles, assumptions.stepped_stationary_cycles)
     if instruction.flag("dynamic") == "True":
         cycles += DYNAMIC_CYCLES
     return {instruction.engine: cycles / HERTZ[instruction.engine]}
+
+
+def _access_factor(instruction: Instruction, assumptions: Assumptions) -> float:
+    """How much slower the engine's accesses make it than its cycles alone."""
+    if instruction.engine == "tensor":
+        return 1.0
+    factor = 1.0
+    if any(operand.inner_step * operand.itemsize > WIDE_STEP_BYTES for operand in instruction.operands):
+        factor *= assumptions.wide_step
+    if any(operand.buffer == "psum" and operand.itemsize == 1 for operand in instruction.reads):
+        factor *= assumptions.narrow_psum
+    return factor
 
 
 # TensorE
@@ -195,7 +230,7 @@ _CYCLES = {"tensor": _tensor_cycles, "vector": _vector_cycles, "scalar": _scalar
 # DMA
 
 
-def _dma_seconds(instruction: Instruction) -> dict[str, float]:
+def _dma_seconds(instruction: Instruction, assumptions: Assumptions) -> dict[str, float]:
     ends = [operand for operand in instruction.operands if operand.role in ("dst", "src", "constant")]
     size = max(end.bytes for end in ends)
     per_engine = size / DMA_ENGINE_BYTES_PER_SECOND + _packets(ends) * DMA_PACKET_SECONDS
@@ -203,12 +238,14 @@ def _dma_seconds(instruction: Instruction) -> dict[str, float]:
         per_engine /= DMA_TRANSPOSE_EFFICIENCY[instruction.operand("src").buffer]
     busy = {"dma": per_engine / DMA_ENGINES}
     hbm = sum(end.bytes for end in ends if end.buffer.endswith("hbm"))
-    busy["hbm"] = hbm / HBM_BYTES_PER_SECOND
+    busy["hbm"] = hbm / (HBM_BYTES_PER_SECOND * assumptions.hbm)
     mode, queue = instruction.flag("dge"), instruction.flag("queue")
     if mode == "hwdge":
         busy["scalar" if queue == "scalar" else "sync"] = HWDGE_ISSUE_SECONDS
     elif mode == "swdge":
         busy["gpsimd"] = HWDGE_ISSUE_SECONDS
+    elif assumptions.dma_issue:
+        busy["sync"] = assumptions.dma_issue
     return busy
 
 
