@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from nki_emulator import installed, run
+from nki_emulator import installed, run, signatures
 from nki_emulator import isa as nisa
 from nki_emulator import language as nl
 from nki_emulator.jit import jit
@@ -341,3 +341,15 @@ def test_registers_from_constants_and_unsigned_words() -> None:
         return store(seen)
 
     assert execute(body, np.array([[7]], np.uint32)).output.tolist() == [[7]]
+
+
+def test_signatures_count_the_forms_of_instructions() -> None:
+    def body(x: Any) -> Any:
+        t, half = load(x), empty((P, 4), nl.bfloat16)
+        for _ in range(2):
+            nisa.tensor_copy(dst=half, src=t[:, 0:8:2])
+        return store(half)
+
+    found = signatures(execute(body, random((P, 8))).instructions or ())
+    assert found["tensor_copy on vector: dst sbuf bfloat16 step 1, src sbuf float32 step 2"] == 2
+    assert len(found) == 3

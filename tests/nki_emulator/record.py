@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -66,3 +68,15 @@ class Instruction:
 def count(instructions: tuple[Instruction, ...] | list[Instruction], op: str) -> int:
     """How many instructions of one name were issued, over all programs."""
     return sum(instruction.op == op for instruction in instructions)
+
+
+def signatures(instructions: Iterable[Instruction]) -> Counter[str]:
+    """How often each form of instruction was issued: its name, engine, and operands' memory, type and innermost step.
+
+    For comparison with what public kernels do: a form that none of them has may be the first of its kind on a device.
+    """
+    return Counter(
+        f"{instruction.op} on {instruction.engine}: "
+        + ", ".join(f"{o.role} {o.buffer} {o.dtype} step {o.inner_step}" for o in instruction.operands)
+        for instruction in instructions
+    )
