@@ -78,7 +78,7 @@ def convert_checkpoint(
 
     Args:
         options: choices that change the output; defaults to `Options()`.
-        workers: threads; defaults to twice the processors of this process, at most 8.
+        workers: threads; defaults to twice the processors of this process, at most 8, and to 12 with a store.
         chunk_size: bytes that a thread reads at once.
         overwrite: replace an output, or safetensors files, that `output` holds already.
         follow_links: also take files of the source that are links out of its folder.
@@ -93,7 +93,7 @@ def convert_checkpoint(
     source, output = to_place(source), to_place(output)
     target = open_target(output)
     plan = _plan(source, target, options or Options(), overwrite, follow_links)
-    workers = workers or default_workers()
+    workers = workers or default_workers(source, output)
     warnings = check_values(plan, workers, chunk_size, progress)
     if plan.options.strict:
         _refuse_nan(plan, scan_codes(plan, workers, chunk_size, progress, ALL_FP8))

@@ -77,8 +77,8 @@ def verify_checkpoint(
         PrepError, OSError: the source cannot be read; differences of the output itself are findings.
     """
     started = time.monotonic()
-    workers = workers or default_workers()
     output, source = to_place(output), None if source is None else to_place(source)
+    workers = workers or default_workers(output, source)
     manifest = read_manifest(output)
     original = None if source is None else _open_original(source, follow_links)
     findings = Findings()

@@ -14,17 +14,24 @@ from typing import TypeVar
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.files.segments import new_buffer
+from deepinfer_prep.files.storage import StoredPlace
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 DEFAULT_CHUNK_BYTES = 8 * 1024 * 1024
+_WORKERS_OF_STORES = 12
 QUEUE_DEPTH = 8
 """Segments handed out ahead, so that threads stay busy while the caller commits results."""
 
 
-def default_workers() -> int:
-    """Twice the processors that this process may use, up to 8: half of the threads wait for the disk."""
+def default_workers(*places: object) -> int:
+    """Twice the processors that this process may use, up to 8: half of the threads wait for the disk.
+
+    12 where one of `places` is in a store: nearly all of the threads wait for it.
+    """
+    if any(isinstance(place, StoredPlace) for place in places):
+        return _WORKERS_OF_STORES
     return min(8, 2 * len(os.sched_getaffinity(0)))
 
 

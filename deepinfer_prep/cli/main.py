@@ -62,7 +62,7 @@ def _examples(text: str) -> str:
 
 
 _workers = click.option(
-    "--workers", type=click.IntRange(1, 256), help="Threads. Default: twice the processors, at most 8."
+    "--workers", type=click.IntRange(1, 256), help="Threads. Default: twice the processors, at most 8; 12 with a store."
 )
 _chunk_size = click.option(
     "--chunk-size",
