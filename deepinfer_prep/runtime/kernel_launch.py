@@ -22,9 +22,10 @@ _lock = threading.Lock()
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """The callable of a kernel: a function of `kernels/blockquant.py`, or `hc_*` for the `kernel` of that module.
+    """The callable of a kernel: a function of `kernels/blockquant.py`, or `hc_*`, `rmsnorm`
+    or `swiglu` for the `kernel` of that module.
 
-    `_2core` kernels are launched on two cores, other GEMMs on one, `hc_*` on as many as a logical core has.
+    `_2core` kernels are launched on two cores, other GEMMs on one, the rest on as many as a logical core has.
 
     Raises:
         NeuronUnavailableError: no installed package can run NKI kernels.
@@ -36,7 +37,7 @@ def kernel(name: str) -> Callable[..., Any]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _wrap(name: str) -> bool:
-    if name.startswith("hc_"):
+    if name.startswith("hc_") or name in ("rmsnorm", "swiglu"):
         module, attribute, cores = name, "kernel", min(2, neuron.physical_cores())
     else:
         module, attribute, cores = "blockquant", name, 2 if "_2core" in name else 1
@@ -65,3 +66,9 @@ def two_core_gemm() -> bool:
 def hc_kernels() -> bool:
     """Whether the switches let hyper-connection kernels run."""
     return settings.hc_kernels()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def norm_kernels() -> bool:
+    """Whether the switches let norm and SwiGLU kernels run."""
+    return settings.norm_kernels()

@@ -57,5 +57,10 @@ def hc_kernels() -> bool:
     return _switch("DEEPINFER_NEURON_NKI_HC")
 
 
+def norm_kernels() -> bool:
+    """Whether NKI norm and SwiGLU kernels may run; `DEEPINFER_NEURON_NKI_NORM=0` turns them off."""
+    return _switch("DEEPINFER_NEURON_NKI_NORM")
+
+
 def _switch(name: str) -> bool:
     return os.environ.get(name, "1").strip() != "0"
