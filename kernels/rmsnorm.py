@@ -6,7 +6,7 @@ import nki.language as nl
 
 from .constants import NORM_EPS
 from .records import my_share
-from .tiles import P
+from .tile_pool import P
 
 
 @nki.jit

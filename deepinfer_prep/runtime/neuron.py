@@ -151,6 +151,5 @@ def wrap_nki() -> Callable[[Any], Any]:
     raise NeuronUnavailableError(
         f"{package('torch-neuronx')} gives no wrap_nki, which the NKI kernels need ({'; '.join(seen)}). Install "
         "torch-neuronx 2.10 or later, or set DEEPINFER_NEURON_NKI_GEMM=0, DEEPINFER_NEURON_NKI_HC=0 and "
-        "DEEPINFER_NEURON_NKI_NORM=0 to run "
-        "without them."
+        "DEEPINFER_NEURON_NKI_NORM=0 to run without them."
     )
