@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("moto", reason="needs moto[server]")
-pytest.importorskip("awscrt", reason="needs awscrt")
-
 import deepinfer_prep.writing.segment_writer
 from deepinfer_prep.files import segments
 from deepinfer_prep.remote import reading, s3
