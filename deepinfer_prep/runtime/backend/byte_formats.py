@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer_prep.runtime.backend import codecs
+from deepinfer_prep.runtime.backend import codec_operations
 
 CARRIER = torch.uint8
 
@@ -26,8 +26,8 @@ class ByteFormat:
     encode: Callable[[Tensor], Tensor]
 
 
-E4M3FN = ByteFormat("e4m3fn", torch.float8_e4m3fn, codecs.decode_e4m3fn, codecs.encode_e4m3fn)
-E8M0 = ByteFormat("e8m0", torch.float8_e8m0fnu, codecs.decode_e8m0, codecs.encode_e8m0)
+E4M3FN = ByteFormat("e4m3fn", torch.float8_e4m3fn, codec_operations.decode_e4m3fn, codec_operations.encode_e4m3fn)
+E8M0 = ByteFormat("e8m0", torch.float8_e8m0fnu, codec_operations.decode_e8m0, codec_operations.encode_e8m0)
 
 CARRIED: dict[torch.dtype, ByteFormat] = {E4M3FN.dtype: E4M3FN, E8M0.dtype: E8M0}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from deepinfer_prep.runtime.backend import codecs, encoded_numbers
+from deepinfer_prep.runtime.backend import codec_operations, codecs, encoded_numbers
 from deepinfer_prep.runtime.backend.byte_formats import E4M3FN, E8M0
 from tests.runtime.backend.harness import E8, F8, SATURATES, all_codes, bits
 
@@ -235,3 +235,18 @@ def assert_same_layout(actual: Tensor, expected: Tensor) -> None:
     """Equal strides, but for dimensions of size one, whose stride means nothing."""
     real = [dim for dim in range(expected.dim()) if expected.size(dim) > 1]
     assert [actual.stride(dim) for dim in real] == [expected.stride(dim) for dim in real]
+
+
+def test_aot_looks_into_a_codec_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its two runs over a graph only the one that records operations sees those of a codec."""
+    calls = []
+
+    def count(values: Tensor) -> Tensor:
+        calls.append(values)
+        return codecs.encode_e4m3fn(values)
+
+    monkeypatch.setattr(codec_operations.encode_e4m3fn, "_codec", count)
+    options = {"base_backend": "aot_eager"}
+    result = torch.compile(lambda x: x.to(F8), backend="deepinfer_neuron", options=options)(torch.ones(4))
+    assert torch.equal(bits(result), bits(torch.ones(4).to(F8)))
+    assert len(calls) == 1

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from deepinfer_prep.runtime.backend import declare_fp8
+from deepinfer_prep.runtime.backend.codec_operations import CodecOperation
 from deepinfer_prep.runtime.backend.subgraphs import graph_modules
 from tests.runtime.backend.harness import (
     E8,
@@ -394,7 +395,7 @@ def test_graphs_can_be_serialized() -> None:
         return torch.cat([(x.float() * scale.float()).to(F8), x]).bfloat16()
 
     run_compiled(program, (fp8(4, 8), torch.ones(1).to(E8)), options={"base_backend": base})
-    own = [target for target in targets if getattr(target, "__module__", "").startswith("deepinfer_prep")]
+    own = [target for target in targets if isinstance(target, CodecOperation)]
     assert len(own) == 4
     assert all(pickle.loads(pickle.dumps(target)) is target for target in own)
 

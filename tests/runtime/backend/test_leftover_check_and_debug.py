@@ -108,7 +108,7 @@ class TestDebug:
         run_compiled(program, arguments())
         shown = capsys.readouterr().err
         assert "after fp8 legalization" in shown
-        assert "codecs_decode_e4m3fn(" in shown
+        assert "deepinfer_decode_e4m3fn(" in shown
         assert '"u8[4, 8]"' in shown
         assert "class cond_true_0" in shown
         assert "f8e4m3fn" not in shown

@@ -10,6 +10,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
+from deepinfer_prep.runtime.backend.codec_operations import CodecOperation
 from deepinfer_prep.runtime.backend.node_values import leaves, logical_value, refuse
 
 
@@ -87,6 +88,8 @@ def _by_name(node: Node, target: OpOverload) -> Iterator[tuple[str, Any]]:
 
 
 def _may_write(node: Node) -> bool:
+    if isinstance(node.target, CodecOperation):
+        return False
     if isinstance(node.target, HigherOrderOperator) or node.op == "call_module" or node.target is operator.setitem:
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
