@@ -390,10 +390,11 @@ def _parse_page(ctx: click.Context, param: click.Parameter, value: Path | None) 
         "  deepinfer-prep report DeepSeek-V4.1-Flash -o report.html --headers-only\n"
         "  deepinfer-prep report DeepSeek-V4.1-Flash -o report.html --tensor 'layers.7.*'\n"
         "  deepinfer-prep report DeepSeek-V4.1-Flash-neuron -o report.html --verification verify.json\n"
+        "  deepinfer-prep report s3://bucket/DeepSeek-V4.1-Flash -o report.html\n"
         "  deepinfer-prep report DeepSeek-V4.1-Flash --json | jq .verdict"
     ),
 )
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=_PLACE)
 @click.option(
     "-o",
     "--output",
@@ -421,7 +422,7 @@ def _parse_page(ctx: click.Context, param: click.Parameter, value: Path | None) 
 @_json
 @_quiet
 def report(
-    path: Path,
+    path: Place,
     page: Path | None,
     headers_only: bool,
     tensors: tuple[str, ...],

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from deepinfer_prep._version import __version__
 from deepinfer_prep.errors import PrepError
+from deepinfer_prep.files.storage import Place
 from deepinfer_prep.options import Options
 from deepinfer_prep.quantized import FLOAT_DTYPES
+from deepinfer_prep.remote.places import to_place
 from deepinfer_prep.report.byte_counts import I64
 from deepinfer_prep.report.codes import CodeFigures, halved_figures, halving_decibels, source_figures
 from deepinfer_prep.report.counting import Counted, count_subject
@@ -22,7 +24,7 @@ from deepinfer_prep.writing.preflight import find_problems
 
 
 def build_report(
-    path: Path,
+    path: Place | str,
     *,
     options: Options | None = None,
     headers_only: bool = False,
@@ -37,7 +39,7 @@ def build_report(
     Memory is `workers` x (`chunk_size` + 3 MiB) of buffers, and what the report itself holds.
 
     Args:
-        path: a folder, or one .safetensors file.
+        path: a folder, one .safetensors file, or an address of a store.
         options: the choices that `convert` would be given; of no effect for an output.
         headers_only: read no tensor data; figures of codes and scales are then None.
         tensors: name patterns (* stands for any characters) of tensors that are shown whatever their size.
@@ -53,7 +55,8 @@ def build_report(
     """
     options = options or Options()
     workers = workers or default_workers()
-    subject = read_subject(path, options)
+    place = to_place(path)
+    subject = read_subject(place, options)
     verified = _read_verification(verification, subject)
     refusals = subject.differences
     if subject.plan is not None:
@@ -65,7 +68,7 @@ def build_report(
     total = None if headers_only else figures(counted.total)
     kernels = {weight.name: _settle(weight, subject, counted) for weight in subject.weights}
     return Report(
-        path=path,
+        path=place,
         subject="checkpoint" if subject.manifest is None else "output",
         tool_version=__version__,
         family=subject.family,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from deepinfer_prep.files.storage import Place
 from deepinfer_prep.inspect import KindRow
 from deepinfer_prep.report.codes import CodeFigures
 
@@ -126,7 +126,7 @@ class OutputFacts:
 class Report:
     """Everything that the page shows."""
 
-    path: Path
+    path: Place
     subject: Literal["checkpoint", "output"]
     tool_version: str
     family: str

@@ -116,7 +116,7 @@ def count_tensors(
         PrepError, OSError: a file cannot be read.
     """
     tensors = [(location, False) for location in fp8_tensors] + [(location, True) for location in scales]
-    tensors.sort(key=lambda item: (item[0].path, item[0].tensor.start))
+    tensors.sort(key=lambda item: (str(item[0].path), item[0].tensor.start))
     pieces = [piece for location, is_scale in tensors for piece in _pieces(location, is_scale)]
     meter = Meter(progress, "read fp8", sum(piece.nbytes for piece in pieces))
     left = Counter(piece.location.tensor.name for piece in pieces)

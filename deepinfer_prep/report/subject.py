@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from deepinfer_prep.checking.structure import OpenOutput, check_output
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.files.container import Location, TensorInfo
+from deepinfer_prep.files.storage import Place
 from deepinfer_prep.inspect import KindRow, summarise
 from deepinfer_prep.kernel_scale import (
     KERNEL_COLUMNS,
@@ -56,7 +56,7 @@ class Weight:
 class Subject:
     """A checkpoint or an output as headers, and a manifest, describe it."""
 
-    root: Path
+    root: Place
     family: str
     files: int
     nbytes: int
@@ -76,7 +76,7 @@ class Subject:
     """Where an output is not what its manifest says, as far as headers tell."""
 
 
-def read_subject(path: Path, options: Options) -> Subject:
+def read_subject(path: Place, options: Options) -> Subject:
     """Read the headers of a checkpoint, or those and the manifest of an output.
 
     Raises:
@@ -86,7 +86,7 @@ def read_subject(path: Path, options: Options) -> Subject:
     return _read_output(path) if (path / MANIFEST_NAME).is_file() else _read_checkpoint(path, options)
 
 
-def _read_checkpoint(path: Path, options: Options) -> Subject:
+def _read_checkpoint(path: Place, options: Options) -> Subject:
     plan = plan_conversion(open_checkpoint(path), options)
     inspection = summarise(plan, workers=1, chunk_size=0)
     checkpoint = plan.checkpoint
@@ -121,7 +121,7 @@ def _read_checkpoint(path: Path, options: Options) -> Subject:
     )
 
 
-def _read_output(path: Path) -> Subject:
+def _read_output(path: Place) -> Subject:
     manifest = read_manifest(path)
     output, differences = check_output(path, manifest)
     weights = tuple(
