@@ -99,7 +99,8 @@ class LegalizationError(PrepError):
     def __init__(self, operation: str, where: str, reason: str) -> None:
         self.operation = operation
         self.where = where
-        super().__init__(f"{operation} cannot be compiled: {reason}\n  at {where}")
+        # Exception.__new__ has kept the three arguments as they came.
+        self.args = (f"{operation} cannot be compiled: {reason}\n  at {where}",)
 
 
 class BackendOptionError(PrepError):
