@@ -36,8 +36,12 @@ PREFIX = "layers.0."
 SAMPLE = SampleOptions(hidden=640, layers=4, experts=8)
 TOKENS = (3, 141, 59, 26, 535, 89, 79, 323)
 
-SERVED_TOLERANCE = 0.02
-"""Largest relative difference (in norm, over the streams of a step) from float64 with the block's roundings."""
+SERVED_TOLERANCE = 0.04
+"""Largest relative difference (in norm, over the streams of a step) from float64 with the block's roundings.
+
+A bf16 rounding that falls the other way can move an activation by a whole fp8 step, and experts, which round their
+input to fp8 as well, enlarge it; steps without such a flip agree to 0.001.
+"""
 EXACT_TOLERANCE = 0.15
 """The same from float64 without any rounding: e4m3 has four significant bits."""
 

@@ -132,14 +132,14 @@ class ReferenceBlock:
         return self._linear(torch.cat(outputs), "attn.wo_b")
 
     def _experts(self, x: Tensor) -> Tensor:
-        total = self._expert(x, "ffn.shared_experts", self.rounding.quantize)
+        total = self._expert(x, "ffn.shared_experts")
         for expert, weight in enumerate(self.route(x)):
             if weight > 0:
-                total = total + weight * self._expert(x, f"ffn.experts.{expert}", as_it_is)
+                total = total + weight * self._expert(x, f"ffn.experts.{expert}")
         return self.rounding.store(total)
 
-    def _expert(self, x: Tensor, module: str, quantize: Round) -> Tensor:
-        store = self.rounding.store
+    def _expert(self, x: Tensor, module: str) -> Tensor:
+        store, quantize = self.rounding.store, self.rounding.quantize
         gate, up = (store(self._weight(f"{module}.{name}") @ quantize(x)) for name in ("w1", "w3"))
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
         inner = store(gate * torch.sigmoid(gate) * up)

@@ -210,7 +210,7 @@ def test_a_different_run_is_refused_while_one_is_unfinished_and_discard_ends_it(
     with pytest.raises(PrepError):
         convert_checkpoint(source, OUT)
     server.rule = None
-    other = CliRunner().invoke(main, ["convert", str(source), OUT, "--quiet", "--activation-scales", "double"])
+    other = CliRunner().invoke(main, ["convert", str(source), OUT, "--quiet", "--activation-scales", "keep"])
     assert other.exit_code == 1
     assert "its options differ from this run's" in other.stderr
     assert unfinished_uploads(client) != []

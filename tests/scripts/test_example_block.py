@@ -34,7 +34,7 @@ def test_the_three_ways_agree(folders: tuple[Path, Path], block: Block) -> None:
     source, _ = folders
     agreement = compare(run_block(block, source), run_block(live_block(source), source), source)
     assert agreement.live_is_equal
-    assert agreement.from_served < 0.02
+    assert agreement.from_served < 0.04
     assert agreement.from_exact < 0.15
     assert agreement.holds
 
