@@ -259,7 +259,8 @@ class S3Run:
         """
         workspace, text = self._workspace, manifest.to_json()
         workspace.write_ready(text)
-        workspace.delete([MANIFEST_NAME])
+        if not self._is_published(MANIFEST_NAME, len(text)):
+            workspace.delete([MANIFEST_NAME])
         workspace.delete(self._older(manifest))
         names = sorted(manifest.files)
         for is_index in (False, True):
@@ -269,11 +270,18 @@ class S3Run:
         workspace.clear()
 
     def _older(self, manifest: Manifest) -> list[str]:
-        """Indexes, which are written again last, and shards that are not of this output."""
+        """Indexes, which are written again last, and shards that are not of this output.
+
+        What an equal run beside this one has published already is not older: nothing could bring it back.
+        """
         found = [name for name, _ in self._workspace.store.list_below("")]
         here = [name for name in found if name.rpartition("/")[0] in ("", SIDECAR_FOLDER)]
         shards = [name for name in here if name.endswith(SHARD_SUFFIX) and name not in manifest.files]
-        return [name for name in here if name.endswith(INDEX_SUFFIX)] + shards
+        indexes = (name for name in here if name.endswith(INDEX_SUFFIX))
+        return [name for name in indexes if not self._is_own(name, manifest)] + shards
+
+    def _is_own(self, name: str, manifest: Manifest) -> bool:
+        return name in manifest.files and self._is_published(name, manifest.files[name].size)
 
     def _publish_file(self, name: str, size: int) -> None:
         if size <= self.block_bytes(size):
