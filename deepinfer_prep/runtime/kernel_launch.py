@@ -7,6 +7,7 @@ not tell grids apart: so there is one wrapper for each kernel, with one grid.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import threading
 import types
 from collections.abc import Callable
@@ -22,8 +23,7 @@ _lock = threading.Lock()
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """The callable of a kernel: a function of `kernels/blockquant.py`, or `hc_*`, `rmsnorm`
-    or `swiglu` for the `kernel` of that module.
+    """The callable of a kernel: the `kernel` of the module of that name, else a function of `kernels/blockquant.py`.
 
     `_2core` kernels are launched on two cores, other GEMMs on one, the rest on as many as a logical core has.
 
@@ -37,7 +37,7 @@ def kernel(name: str) -> Callable[..., Any]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _wrap(name: str) -> bool:
-    if name.startswith("hc_") or name in ("rmsnorm", "swiglu"):
+    if importlib.util.find_spec(f"deepinfer_prep.kernels.{name}") is not None:
         module, attribute, cores = name, "kernel", min(2, neuron.physical_cores())
     else:
         module, attribute, cores = "blockquant", name, 2 if "_2core" in name else 1
@@ -72,3 +72,9 @@ def hc_kernels() -> bool:
 def norm_kernels() -> bool:
     """Whether the switches let norm and SwiGLU kernels run."""
     return settings.norm_kernels()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def attention_kernels() -> bool:
+    """Whether the switches let attention, index and pool kernels run."""
+    return settings.attention_kernels()

@@ -150,6 +150,6 @@ def wrap_nki() -> Callable[[Any], Any]:
     require("torch-neuronx")
     raise NeuronUnavailableError(
         f"{package('torch-neuronx')} gives no wrap_nki, which the NKI kernels need ({'; '.join(seen)}). Install "
-        "torch-neuronx 2.10 or later, or set DEEPINFER_NEURON_NKI_GEMM=0, DEEPINFER_NEURON_NKI_HC=0 and "
-        "DEEPINFER_NEURON_NKI_NORM=0 to run without them."
+        "torch-neuronx 2.10 or later, or set DEEPINFER_NEURON_NKI_GEMM=0, DEEPINFER_NEURON_NKI_HC=0, "
+        "DEEPINFER_NEURON_NKI_NORM=0 and DEEPINFER_NEURON_NKI_ATTN=0 to run without them."
     )

@@ -62,5 +62,10 @@ def norm_kernels() -> bool:
     return _switch("DEEPINFER_NEURON_NKI_NORM")
 
 
+def attention_kernels() -> bool:
+    """Whether NKI attention, index and pool kernels may run; `DEEPINFER_NEURON_NKI_ATTN=0` turns them off."""
+    return _switch("DEEPINFER_NEURON_NKI_ATTN")
+
+
 def _switch(name: str) -> bool:
     return os.environ.get(name, "1").strip() != "0"

@@ -38,6 +38,8 @@ def test_unusable_fp8_max_is_refused(monkeypatch, text):
         ("DEEPINFER_NEURON_NKI_GEMM", settings.gemm_kernels),
         ("DEEPINFER_NEURON_BQ_2CORE", settings.two_core_gemm),
         ("DEEPINFER_NEURON_NKI_HC", settings.hc_kernels),
+        ("DEEPINFER_NEURON_NKI_NORM", settings.norm_kernels),
+        ("DEEPINFER_NEURON_NKI_ATTN", settings.attention_kernels),
     ],
 )
 def test_switches(monkeypatch, name, switch):
