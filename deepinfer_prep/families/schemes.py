@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from deepinfer_prep.families.patterns import ForeignPattern
+from deepinfer_prep.families.patterns import ForeignPattern, ModuleTable, PatternClock
 
 Block = tuple[int, int]
 """Rows and columns of a weight that one scale value covers."""
@@ -58,7 +57,7 @@ def read_scheme(config: Mapping[str, Any]) -> SchemeOf:
     if isinstance(config.get("config_groups"), dict) or method == "compressed-tensors":
         return _compressed_tensors(config)
     if method == "quark" or "global_quant_config" in config or "layer_quant_config" in config:
-        return lambda weight: _quark(config, weight)
+        return _quark(config)
     if method == "fbgemm_fp8":
         return lambda _: Scheme("row", says="the format has one scale a row", is_fp8=True)
     return _plain(config)
@@ -114,12 +113,10 @@ def _grouped(config: Mapping[str, Any]) -> Scheme | None:
 
 def _plain(config: Mapping[str, Any]) -> SchemeOf:
     """transformers' fp8 quantizers and auto-round, whose `extra_config` holds exceptions by module or pattern."""
-    exceptions = config.get("extra_config")
-    exceptions = exceptions if isinstance(exceptions, dict) else {}
+    exceptions = _table(config.get("extra_config"), PatternClock())
 
     def read(weight: str) -> Scheme:
-        module = weight.rpartition(".")[0]
-        own = next((value for name, value in exceptions.items() if _names(name, module)), None)
+        own = exceptions.find(weight.rpartition(".")[0])
         values = {**config, **own} if isinstance(own, dict) else config
         found = _grouped(values) or Scheme()
         exponents = states_exponents(values)
@@ -137,13 +134,12 @@ def _is_mx(text: str) -> bool:
     return _EXPONENT_WORDS.search(text) is not None and "e8m0" not in text.lower()
 
 
-def _names(name: str, module: str) -> bool:
-    """Whether a key names a module: itself, or by a shell-style pattern."""
-    return name == module or ("*" in name and fnmatchcase(module, name))
+def _table(entries: Any, clock: PatternClock) -> ModuleTable[Any]:
+    return ModuleTable(entries if isinstance(entries, dict) else {}, clock)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> SchemeOf:
-    groups = _fp8_groups(config)
+    groups = _fp8_groups(config, PatternClock())
     is_mx = states_exponents(config)
 
     def read(weight: str) -> Scheme:
@@ -172,7 +168,7 @@ class _Group:
         return module in self.modules or any(pattern.match(module) for pattern in self.patterns)
 
 
-def _fp8_groups(config: Mapping[str, Any]) -> list[_Group]:
+def _fp8_groups(config: Mapping[str, Any], clock: PatternClock) -> list[_Group]:
     groups = config.get("config_groups")
     values = list(groups.values()) if isinstance(groups, dict) else []
     alike: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
@@ -180,24 +176,24 @@ def _fp8_groups(config: Mapping[str, Any]) -> list[_Group]:
         arguments = value.get("weights") if isinstance(value, dict) else None
         if isinstance(arguments, dict) and states_fp8(arguments):
             alike.setdefault(_geometry(arguments), []).append(value)
-    return [_merge(group) for group in alike.values()]
+    return [_merge(group, clock) for group in alike.values()]
 
 
 def _geometry(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(repr(arguments.get(key)) for key in ("strategy", "block_structure", "group_size", "scale_dtype"))
 
 
-def _merge(groups: list[Mapping[str, Any]]) -> _Group:
+def _merge(groups: list[Mapping[str, Any]], clock: PatternClock) -> _Group:
     listed = [group["targets"] for group in groups if isinstance(group.get("targets"), list)]
     targets = [target for each in listed for target in each if isinstance(target, str)]
-    patterns = (_compile(target[3:]) for target in targets if target.startswith("re:"))
+    patterns = (_compile(target[3:], clock) for target in targets if target.startswith("re:"))
     known = tuple(pattern for pattern in patterns if pattern is not None)
     return _Group(frozenset(targets), known, groups[0]["weights"])
 
 
-def _compile(pattern: str) -> ForeignPattern | None:
+def _compile(pattern: str, clock: PatternClock) -> ForeignPattern | None:
     try:
-        return ForeignPattern(pattern)
+        return ForeignPattern(pattern, clock)
     except ValueError:
         return None
 
@@ -230,17 +226,13 @@ def _by_strategy(arguments: Mapping[str, Any], exponents: bool) -> Scheme:
 
 
 def _modelopt(config: Mapping[str, Any]) -> SchemeOf:
-    layers = config.get("quantized_layers")
-    layers = layers if isinstance(layers, dict) else {}
-    patterns = [name for name in layers if "*" in name]
+    layers = _table(config.get("quantized_layers"), PatternClock())
 
     def entry_of(weight: str) -> Mapping[str, Any]:
         """The entry of the weight's module or of its nearest parent that has one, by name or pattern."""
         module = weight
         while module:
-            entry = layers.get(module)
-            if entry is None:
-                entry = next((layers[name] for name in patterns if fnmatchcase(module, name)), None)
+            entry = layers.find(module)
             if isinstance(entry, dict):
                 return entry
             module = module.rpartition(".")[0]
@@ -271,12 +263,17 @@ def _by_algorithm(algorithm: str, config: Mapping[str, Any]) -> Scheme:
     return Scheme("tensor", says=f"{says}says one value", is_fp8=True)
 
 
-def _quark(config: Mapping[str, Any], weight: str) -> Scheme:
-    module = weight.rpartition(".")[0]
-    layers = config.get("layer_quant_config")
-    exceptions = layers.items() if isinstance(layers, dict) else ()
-    chosen = next((entry for pattern, entry in exceptions if fnmatchcase(module, pattern)), None)
-    entry = chosen if chosen is not None else config.get("global_quant_config")
+def _quark(config: Mapping[str, Any]) -> SchemeOf:
+    layers = _table(config.get("layer_quant_config"), PatternClock())
+
+    def read(weight: str) -> Scheme:
+        chosen = layers.find(weight.rpartition(".")[0])
+        return _by_qscheme(chosen if chosen is not None else config.get("global_quant_config"))
+
+    return read
+
+
+def _by_qscheme(entry: Any) -> Scheme:
     scheme = entry.get("weight") if isinstance(entry, dict) else None
     scheme = scheme if isinstance(scheme, dict) else {}
     kind, exponents, is_fp8 = scheme.get("qscheme"), states_exponents(scheme), states_fp8(scheme)
