@@ -93,6 +93,8 @@ def _valid_header(random: Random) -> tuple[Object, int]:
         shape = [random.choice((0, 1, 2, 3, 4, 8)) for _ in range(random.randrange(4))]
         if math.prod(shape) * DTYPES[dtype].bits % 8:
             shape.append(8)
+        if random.randrange(40) == 0:
+            shape[:0] = [1] * random.choice((60, 61, 64, 65, 1000))
         if 0 in shape and random.randrange(3) == 0:
             shape.insert(random.randrange(len(shape) + 1), random.choice((2**31, 2**63, 2**64 - 1)))
         size = math.prod(shape) * DTYPES[dtype].bits // 8
