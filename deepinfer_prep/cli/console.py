@@ -53,7 +53,7 @@ def emit(result: Any, text: Callable[[Any], str], as_json: bool, report: Path | 
     encoded = json.dumps(to_data(result), indent=1, allow_nan=False) if is_encoded else ""
     if report is not None:
         try:
-            _write_report(report, encoded + "\n")
+            write_text(report, encoded + "\n")
         except OSError as error:
             tell(f"error: the report could not be written: {_describe(error)}")
             _print_or_fail(encoded if as_json else text(result))
@@ -72,12 +72,17 @@ def check_report(report: Path | None, as_json: bool, *places: Place) -> None:
             _fail("refused", [Reason(message, "report-inside")], as_json)
 
 
-def _write_report(report: Path, text: str) -> None:
-    report.parent.mkdir(parents=True, exist_ok=True)
+def write_text(path: Path, text: str) -> None:
+    """Write a file that the user named, and the folders above it; somebody else's link is not followed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK
-    if report.is_symlink() and report.lstat().st_uid != os.geteuid():
+    if path.is_symlink() and path.lstat().st_uid != os.geteuid():
         flags |= os.O_NOFOLLOW  # Somebody else's link may lead to a file that must not be lost.
-    with open(os.open(report, flags, 0o666), "w", encoding="utf-8") as file:
+    with open(os.open(path, flags, 0o666), "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
 
 

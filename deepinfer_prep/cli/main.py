@@ -18,6 +18,7 @@ from deepinfer_prep.cli.console import (
     prepare_process,
     progress_display,
     reported_errors,
+    write_text,
 )
 from deepinfer_prep.cli.printable import printable
 
@@ -417,6 +418,7 @@ def _parse_page(ctx: click.Context, param: click.Parameter, value: Path | None) 
     help="For an output: what `verify --report FILE` wrote, so that the page says when it was verified.",
 )
 @_plan_options
+@_follow_links
 @_workers
 @_chunk_size
 @_json
@@ -428,6 +430,7 @@ def report(
     tensors: tuple[str, ...],
     verification: Path | None,
     options: Options,
+    follow_links: bool,
     workers: int | None,
     chunk_size: int,
     as_json: bool,
@@ -455,10 +458,11 @@ def report(
             verification=verification,
             workers=workers,
             chunk_size=chunk_size,
+            follow_links=follow_links,
             progress=progress,
         )
         if page is not None:
-            page.write_text(render_page(result), encoding="utf-8", newline="\n")
+            write_text(page, render_page(result))
     emit(result, lambda found: f"{printable(found.verdict.sentence)}\n{printable(str(page))}", as_json, None)
 
 

@@ -32,6 +32,7 @@ def build_report(
     verification: Path | None = None,
     workers: int | None = None,
     chunk_size: int = DEFAULT_CHUNK_BYTES,
+    follow_links: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Report:
     """Report on a checkpoint (what converting would do) or on a finished output (what was done).
@@ -46,6 +47,7 @@ def build_report(
         verification: the JSON report of `verify` on this output.
         workers: threads.
         chunk_size: bytes that a thread holds at a time.
+        follow_links: also take files of a checkpoint that are links out of its folder.
         progress: told how many bytes are read.
 
     Raises:
@@ -56,7 +58,7 @@ def build_report(
     options = options or Options()
     workers = workers or default_workers()
     place = to_place(path)
-    subject = read_subject(place, options)
+    subject = read_subject(place, options, follow_links)
     verified = _read_verification(verification, subject)
     refusals = subject.differences
     if subject.plan is not None:

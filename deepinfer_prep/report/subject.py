@@ -76,18 +76,18 @@ class Subject:
     """Where an output is not what its manifest says, as far as headers tell."""
 
 
-def read_subject(path: Place, options: Options) -> Subject:
-    """Read the headers of a checkpoint, or those and the manifest of an output.
+def read_subject(path: Place, options: Options, follow_links: bool = False) -> Subject:
+    """Read the headers of a checkpoint, or those and the manifest of an output, whose links are never followed.
 
     Raises:
         ManifestError, ContainerError, CheckpointError: it is damaged.
         OSError: something cannot be read.
     """
-    return _read_output(path) if (path / MANIFEST_NAME).is_file() else _read_checkpoint(path, options)
+    return _read_output(path) if (path / MANIFEST_NAME).is_file() else _read_checkpoint(path, options, follow_links)
 
 
-def _read_checkpoint(path: Place, options: Options) -> Subject:
-    plan = plan_conversion(open_checkpoint(path), options)
+def _read_checkpoint(path: Place, options: Options, follow_links: bool) -> Subject:
+    plan = plan_conversion(open_checkpoint(path, follow_links), options)
     inspection = summarise(plan, workers=1, chunk_size=0)
     checkpoint = plan.checkpoint
     tensors = {

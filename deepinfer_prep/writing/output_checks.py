@@ -138,6 +138,8 @@ def check_space(output: Path, needed: int) -> None:
         RefusedError: with both figures.
     """
     existing = next(path for path in (output, *output.resolve().parents) if path.exists())
+    if not existing.is_dir():
+        raise RefusedError(f"{existing} is not a folder. Choose another output than {output}.", code="not-a-folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise RefusedError(
             f"{existing} cannot be written to: it is read-only or belongs to someone else. Choose another output.",

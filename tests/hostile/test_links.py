@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from deepinfer_prep import convert_checkpoint, inspect_checkpoint, verify_checkpoint
+from deepinfer_prep.cli.main import main
 from deepinfer_prep.errors import ManifestError
 from deepinfer_prep.files.untrusted import leads_out
 from deepinfer_prep.runtime import PreparedCheckpoint
@@ -88,6 +90,16 @@ def test_a_link_out_of_the_checkpoint_is_refused_unless_it_is_asked_for(
     for path in (tmp_path / "out").rglob("*"):
         if path.is_file() and path.read_bytes() == b"secret":
             assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_report_follows_links_as_a_conversion_does(
+    checkpoint: Path, secret: Path, tmp_path: Path, link: Callable[[Path, Path], None]
+) -> None:
+    link(checkpoint, secret)
+    command = ["report", str(checkpoint), "--json", "--headers-only", "--quiet"]
+    assert CliRunner().invoke(main, command).exit_code == 1
+    assert CliRunner().invoke(main, [*command, "--follow-links"]).exit_code == 0
 
 
 @pytest.mark.parametrize("target", ["/proc/self/environ", "/proc/version", "/sys/kernel/uevent_seqnum"])

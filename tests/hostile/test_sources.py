@@ -140,6 +140,58 @@ def test_a_source_that_changes_while_it_is_read_stops_the_run(
     assert published(scratch / "out") == expected
 
 
+def same_times(path: Path, before: os.stat_result) -> None:
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def swap_for_another(path: Path) -> None:
+    """Another file of the same size and time of change: only its inode tells."""
+    before, other = path.stat(), path.with_name("other")
+    shutil.copy(path, other)
+    rewrite(other)
+    same_times(other, before)
+    other.replace(path)
+
+
+def rewrite_in_place(path: Path) -> None:
+    """The same file with other bytes, its time of change put back: only its ctime tells."""
+    before = path.stat()
+    rewrite(path)
+    same_times(path, before)
+
+
+def link_to_another(path: Path) -> None:
+    """As in a hub cache that is updated meanwhile: the name leads to another blob."""
+    swap_for_another(path)
+    path.rename(path.with_name("blob"))
+    path.symlink_to("blob")
+
+
+def touch_ctime(path: Path) -> None:
+    path.chmod(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    "change", [swap_for_another, rewrite_in_place, link_to_another, touch_ctime], ids=lambda change: change.__name__
+)
+@pytest.mark.parametrize("late", [False, True], ids=["while it is read", "after it was read"])
+def test_a_source_with_its_old_size_and_time_is_another_all_the_same(
+    change: Callable[[Path], None], late: bool, source: Path, small_segments: None, scratch: Path
+) -> None:
+    shard = source / "model-2.safetensors"
+    before, changed = shard.stat(), []
+
+    def meanwhile(progress: Progress) -> None:
+        if progress.stage == "convert" and not changed and progress.done >= (progress.total if late else 1):
+            change(shard)
+            changed.append(progress.done)
+
+    with pytest.raises(ConversionError, match=r"model-2\.safetensors changed while it was being converted"):
+        convert_checkpoint(source, scratch / "out", workers=1, progress=meanwhile)
+    assert (shard.stat().st_size, shard.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert published(scratch / "out") == {}
+
+
 def test_a_file_that_changes_after_it_was_read_stops_the_run_as_well(
     source: Path, small_segments: None, scratch: Path
 ) -> None:
@@ -248,6 +300,38 @@ def test_an_output_that_is_no_folder_is_refused(what: str, source: Path, scratch
         assert (
             "out is not a folder. Choose a folder as the output." in convert(source, scratch / "out", *options).stderr
         )
+
+
+@pytest.mark.parametrize("options", [["--dry-run"], []], ids=["dry run", "run"])
+def test_an_output_below_a_file_is_refused_before_writing(options: list[str], source: Path, scratch: Path) -> None:
+    (scratch / "file").write_text("")
+    result = convert(source, scratch / "file" / "out", *options)
+    assert result.exit_code == 1
+    assert f"refused: {scratch / 'file'} is not a folder" in result.stderr
+
+
+READ_ONLY = """
+import subprocess, sys
+from deepinfer_prep.cli import main
+
+source, disk = sys.argv[1], sys.argv[2]
+subprocess.run(["mount", "-t", "tmpfs", "none", disk], check=True)
+subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+main(["convert", source, disk + "/out", "--dry-run", "--quiet"])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount")
+def test_a_dry_run_finds_a_read_only_output(source: Path, scratch: Path) -> None:
+    """By a mount, as permissions do not bind root."""
+    disk = scratch / "disk"
+    disk.mkdir()
+    command = ["unshare", "-m", sys.executable, "-c", READ_ONLY, str(source), str(disk)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "permission denied" in ended.stderr.lower() or "not permitted" in ended.stderr:
+        pytest.skip("mounting is not permitted here")
+    assert ended.returncode == 1
+    assert f"refused: {disk} cannot be written to: it is read-only" in ended.stderr
 
 
 def test_one_folder_under_two_paths_is_recognised_by_its_inode(source: Path, scratch: Path) -> None:

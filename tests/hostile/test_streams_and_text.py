@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from deepinfer_prep import convert_checkpoint
 from deepinfer_prep.cli.main import main
 from deepinfer_prep.cli.printable import printable
 from tests.hostile.checkpoints import MANIFEST, write_checkpoint
@@ -148,3 +149,31 @@ def test_a_report_does_not_follow_somebody_elses_link(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "the report could not be written" in result.stderr
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="links of another user are made by root")
+def test_a_page_does_not_follow_somebody_elses_link(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="plotly (the extra `report`) is not installed")
+    source, page = write_checkpoint(tmp_path / "source"), tmp_path / "report.html"
+    (tmp_path / "precious").write_text("precious")
+    page.symlink_to(tmp_path / "precious")
+    os.chown(page, 12345, 12345, follow_symlinks=False)
+    result = CliRunner().invoke(main, ["report", str(source), "-o", str(page), "--headers-only", "--quiet"])
+    assert result.exit_code == 1
+    assert str(page) in result.stderr
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("command", ["convert", "verify"])
+def test_a_report_is_no_link_into_source_or_output(tmp_path: Path, command: str) -> None:
+    source, output, report = write_checkpoint(tmp_path / "source"), tmp_path / "out", tmp_path / "report.json"
+    if command == "verify":
+        convert_checkpoint(source, output)
+    shard = (output if command == "verify" else source) / "model-1.safetensors"
+    before = shard.read_bytes()
+    report.symlink_to(shard)
+    places = [output, "--source", source] if command == "verify" else [source, output]
+    result = CliRunner().invoke(main, [command, *map(str, places), "--quiet", "--report", str(report)])
+    assert result.exit_code == 1
+    assert "holds the checkpoint itself" in result.stderr
+    assert shard.read_bytes() == before
