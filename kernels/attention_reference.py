@@ -7,9 +7,7 @@ take the dtype to compute in and return it: float32 as the kernels do, float64 a
 import torch
 from torch import Tensor
 
-LOWEST_MAXIMUM = -1e30
-HIGHEST_MAXIMUM = 3e38
-"""What bounds the number that is subtracted before exp: infinite sinks and queries without keys stay free of NaN."""
+from .constants import HIGHEST_MAXIMUM, LOWEST_MAXIMUM
 
 CANDIDATE_BLOCK = 8
 """Consecutive entries of the index that are chosen or left together when candidates are picked."""

@@ -33,3 +33,13 @@ MANTISSA_BITS = 23
 
 SWIGLU_LIMIT = 10.0
 """Bound of gate (above) and up (both sides) in DeepSeek-V4.1's experts."""
+
+LOWEST_MAXIMUM = -1e30
+HIGHEST_MAXIMUM = 3e38
+"""What bounds the number that is subtracted before exp: infinite sinks and queries without keys stay free of NaN."""
+
+ATTENTION_HEADS_MAX = 64
+"""Heads of a query that the attention kernel takes."""
+
+ATTENTION_KEYS_MAX = 1024
+"""Entries of a query's lists, each padded to a multiple of 32, that the attention kernel takes: two PSUM banks."""

@@ -78,6 +78,37 @@ class TokenBatch(nl.NKIObject):
 
 
 @dataclass
+class KeyBlock(nl.NKIObject):
+    """`keys` keys of list `source` that share a tile of gathered rows; `offset` counts keys over all lists."""
+
+    source: int
+    offset: int
+    keys: int
+
+
+@dataclass
+class KeyLists(nl.NKIObject):
+    """The lists of a tile of queries: what empty entries add to scores, and where keys lie."""
+
+    bias: nl.ndarray
+    """bf16 [queries, keys]: 0, or EMPTY_SCORE for an empty entry."""
+    rows: nl.ndarray
+    """int32 [128, blocks, queries]: the row of each key, 0 for an empty entry."""
+    masks: nl.ndarray
+    """int32 [128, blocks, queries]: all bits set, or none for an empty entry."""
+
+
+@dataclass
+class QueryGroup(nl.NKIObject):
+    """`count` queries from `first` on whose heads share the partitions: `slot` partitions a query, `rows` in all."""
+
+    first: int
+    count: int
+    slot: int
+    rows: int
+
+
+@dataclass
 class EngineClock(nl.NKIObject):
     """Work given to VectorE and ScalarE so far, in units of 1 / 4.8 GHz. See engine_balance."""
 
