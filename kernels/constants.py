@@ -43,3 +43,6 @@ ATTENTION_HEADS_MAX = 64
 
 ATTENTION_KEYS_MAX = 1024
 """Entries of a query's lists, each padded to a multiple of 32, that the attention kernel takes: two PSUM banks."""
+
+BAND_ROWS = 512
+"""Most output rows in a band of the kernel layout: what one PSUM bank holds of a row of x in fp32."""

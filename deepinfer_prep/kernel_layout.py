@@ -1,0 +1,193 @@
+"""The order in which a weight's bytes lie for kernels: k on partitions. Pure data and one permutation, no I/O.
+
+TensorE contracts over partitions, so it wants a weight with its columns (k) there and rows (n) side by side, while
+checkpoints store rows of k. In this layout the rows are cut into bands of at most 512, and inside its band a weight is
+transposed: `[n / 512][row bytes][512]` bytes. A band keeps its offset and size in the file, and a weight its shape, so
+only the order of bytes within a band differs from the stored one.
+
+    byte (row, column) of the stored weight lies at
+    band.first * row_bytes + column * band.rows + (row - band.first)
+
+Why plain columns, and not tiles such as [k / 1024][128][8][512]: here the kernel decides how many consecutive columns
+a partition takes. With 8 columns it reads those same tiles, in runs of 4 KiB a partition, and with 32 in runs of
+16 KiB, where tiles of 128 columns would bind it to runs of 512 bytes (half the DMA rate in the cost model). The
+columns of one partition lie within one 32-column block, so that a block's scale is one number a partition, which
+VectorE and ScalarE apply at their full rate. And any range of columns is one contiguous run of each band, which is a
+whole weight of this layout by itself: a rank that takes columns reads exactly its part and moves no byte.
+
+Bands: two cores take half of the rows each, so the halves are cut separately where there are two (n % 256 == 0); no
+band then belongs to both. The last band of a half (or of n) is shorter if it has to be.
+
+fp4: two codes share a byte, of columns 2j (low nibble) and 2j + 1 (high). Both stay on one partition, and their bits
+are arranged anew, signs before magnitudes, so that one shift and one mask make a code of each: with `t bbb` the high
+nibble and `s aaa` the low one, the stored byte `t bbb s aaa` becomes `t s bbb aaa`. `(byte << 1) & 0x8E` is then the
+low nibble's code as an e5m2 number (2^-14 of its value), and a signed shift right by one, masked with 0x9C, the high
+nibble's as an e4m3 number (2^-6 of its value); the stored order takes VectorE twice the steps.
+
+Scales stay in their stored order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import stringzilla
+
+from deepinfer_prep.kernels.constants import BAND_ROWS, TWO_CORE_N_MULTIPLE
+from deepinfer_prep.quantized import Element
+
+U8 = npt.NDArray[np.uint8]
+
+LAYOUT_NAME = "k_major_bands"
+"""What a manifest calls this layout."""
+
+LAYOUT_VERSION = 1
+"""Counts changes of the order of bytes."""
+
+SUFFIX = ".nki"
+"""A weight in this layout is stored as U8 under `<weight>.nki`, so that a loader that does not know it fails."""
+
+_WORD = 8
+"""Columns transposed together, as one 64-bit element."""
+_WORDS_AT_ONCE = 32
+"""Keeps the pieces of a transposition in the second-level cache: 512 rows * 32 words * 8 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Rows `first` to `first + rows` of a weight, whose bytes are permuted among themselves."""
+
+    first: int
+    rows: int
+
+    @property
+    def end(self) -> int:
+        """The row after the last."""
+        return self.first + self.rows
+
+
+def bands(n: int) -> tuple[Band, ...]:
+    """The bands of a weight of n rows: at most 512 rows each, none across the middle if n is a multiple of 256."""
+    part = n // 2 if n % TWO_CORE_N_MULTIPLE == 0 else n
+    return tuple(
+        Band(first, min(BAND_ROWS, start + part - first))
+        for start in range(0, n, max(1, part))
+        for first in range(start, start + part, BAND_ROWS)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BandSlice:
+    """What a slice of a weight needs of one band: one contiguous run of bytes, and which rows of it.
+
+    The run holds bytes `[columns, band.rows]`; rows `first_row` to `end_row` of the band belong to the slice. It is
+    read whole even where only some rows do: theirs alone would be a short run for each column.
+    """
+
+    band: Band
+    offset: int
+    """Bytes from the start of the weight."""
+    length: int
+    columns: int
+    """Byte columns: for fp4, half as many as columns of k."""
+    first_row: int
+    end_row: int
+
+
+def slice_runs(n: int, row_bytes: int, rows: tuple[int, int], columns: tuple[int, int]) -> tuple[BandSlice, ...]:
+    """The runs of bytes that hold rows `rows[0]:rows[1]` and byte columns `columns[0]:columns[1]`, a band each.
+
+    With all rows, the runs one after the other are the slice in this layout already, and nothing else is read.
+    """
+    first_column, end_column = columns
+    width = end_column - first_column
+    return tuple(
+        BandSlice(
+            band,
+            band.first * row_bytes + first_column * band.rows,
+            width * band.rows,
+            width,
+            max(rows[0], band.first) - band.first,
+            min(rows[1], band.end) - band.first,
+        )
+        for band in bands(n)
+        if max(rows[0], band.first) < min(rows[1], band.end) and width > 0
+    )
+
+
+def to_kernel_order(stored: U8, out: U8, element: Element) -> None:
+    """Transpose one band: stored bytes [rows, row bytes] into out [row bytes, rows], both contiguous."""
+    _transpose(stored, out)
+    _recode(out, element, _FP4_TO_KERNEL)
+
+
+def to_stored_order(band: U8, out: U8, element: Element) -> None:
+    """Undo `to_kernel_order`: a band's bytes [row bytes, rows] into out [rows, row bytes], both contiguous."""
+    _transpose_back(band, out)
+    _recode(out, element, _FP4_TO_STORED)
+
+
+def weight_to_kernel_order(stored: U8, element: Element) -> U8:
+    """A whole weight, uint8 [n, row bytes], in this layout: the same shape, other bytes."""
+    n, row_bytes = stored.shape
+    out = np.empty_like(stored, order="C")
+    for band in bands(n):
+        target = out[band.first : band.end].reshape(row_bytes, band.rows)
+        to_kernel_order(np.ascontiguousarray(stored[band.first : band.end]), target, element)
+    return out
+
+
+def weight_to_stored_order(weight: U8, element: Element) -> U8:
+    """Undo `weight_to_kernel_order`."""
+    n, row_bytes = weight.shape
+    out = np.empty_like(weight, order="C")
+    for band in bands(n):
+        source = np.ascontiguousarray(weight[band.first : band.end]).reshape(row_bytes, band.rows)
+        to_stored_order(source, out[band.first : band.end], element)
+    return out
+
+
+def fp4_byte(stored: int) -> int:
+    """The kernel's byte of a stored pair of e2m1 codes: signs first, then the high nibble's magnitude."""
+    return stored & 0x87 | (stored & 0x08) << 3 | (stored & 0x70) >> 1
+
+
+_FP4_TO_KERNEL = bytes(fp4_byte(stored) for stored in range(256))
+_FP4_TO_STORED = bytes(_FP4_TO_KERNEL.index(byte) for byte in range(256))
+
+
+def _recode(codes: U8, element: Element, table: bytes) -> None:
+    if element == "e2m1":
+        flat = codes.reshape(-1)
+        stringzilla.translate(flat.data, table, out=flat)
+
+
+def _transpose(stored: U8, out: U8) -> None:
+    """Eight columns at a time as 64-bit elements, then bytes within the cache: twice as fast as bytes at once."""
+    rows, row_bytes = stored.shape
+    if row_bytes % _WORD == 0:
+        whole = row_bytes // _WORD
+        words = stored.view(np.uint64)
+        target = out.reshape(whole, _WORD, rows)
+        for first in range(0, whole, _WORDS_AT_ONCE):
+            columns = slice(first, first + _WORDS_AT_ONCE)
+            piece = np.ascontiguousarray(words[:, columns].T)
+            np.copyto(target[columns], piece.view(np.uint8).reshape(-1, rows, _WORD).transpose(0, 2, 1))
+    else:
+        np.copyto(out, stored.T)
+
+
+def _transpose_back(band: U8, out: U8) -> None:
+    row_bytes, rows = band.shape
+    if row_bytes % _WORD == 0:
+        whole = row_bytes // _WORD
+        source = band.reshape(whole, _WORD, rows)
+        words = out.view(np.uint64)
+        for first in range(0, whole, _WORDS_AT_ONCE):
+            columns = slice(first, first + _WORDS_AT_ONCE)
+            piece = np.ascontiguousarray(source[columns].transpose(0, 2, 1))
+            np.copyto(words[:, columns], piece.view(np.uint64)[:, :, 0].T)
+    else:
+        np.copyto(out, band.T)
