@@ -45,9 +45,12 @@ def sparse_attn(q: Tensor, kv: Tensor, sink: Tensor, idx: Tensor, scale: float) 
 
 
 def index_score_values(q: Tensor, keys: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scores before masking: q [t, heads, d], keys [d, n], weights [t, heads] -> [t, n]."""
-    dots = torch.einsum("thd,dn->thn", q.to(dtype), keys.to(dtype))
-    return torch.einsum("thn,th->tn", torch.relu(dots), weights.to(dtype))
+    """Scores before masking: q [t, heads, d], keys [sequences, d, n] or [d, n], weights [t, heads] -> [t, n]."""
+    sequences = keys.shape[0] if keys.dim() == 3 else 1
+    of_sequence = q.reshape(sequences, -1, *q.shape[1:]).to(dtype)
+    wide = keys.reshape(sequences, *keys.shape[-2:]).to(dtype)
+    dots = torch.relu(torch.einsum("sthd,sdn->sthn", of_sequence, wide)).flatten(0, 1)
+    return torch.einsum("thn,th->tn", dots, weights.to(dtype))
 
 
 def index_score(q: Tensor, keys: Tensor, weights: Tensor, klen: Tensor) -> Tensor:
@@ -55,7 +58,8 @@ def index_score(q: Tensor, keys: Tensor, weights: Tensor, klen: Tensor) -> Tenso
 
     Args:
         q: bf16 [t, heads, d].
-        keys: bf16 [d, n], one column an entry.
+        keys: bf16 [d, n], one column an entry; or [sequences, d, n], each sequence's for its equally many queries,
+            which are consecutive.
         weights: fp32 [t, heads], factors of the heads; may be negative.
         klen: int32 [t], how many entries, from the first on, a query may see.
 

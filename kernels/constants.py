@@ -46,3 +46,6 @@ ATTENTION_KEYS_MAX = 1024
 
 BAND_ROWS = 512
 """Most output rows in a band of the kernel layout: what one PSUM bank holds of a row of x in fp32."""
+
+MINUS_INFINITY_BITS = -(1 << 23)
+"""The int32 whose bits are fp32's -inf."""

@@ -1,7 +1,7 @@
 """A stand-in for a Neuron device and torch_neuronx's wrap_nki: the real kernels, run by the emulator.
 
 It is as strict as the real thing where releases differ: the wrapper takes the bare kernel, is subscripted with a
-tuple of ints, never sees one kernel at two grids, and takes contiguous tensors of the types kernels may have.
+tuple of ints, never sees one kernel at two grids, and takes contiguous tensors of the types kernels may have, and ints.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class Wrapper:
     def __getitem__(self, grid: tuple[int, ...]) -> Wrapper:
         return Wrapper(self._device, self._name, self._kernel, tuple(map(int, grid)))
 
-    def __call__(self, *args: torch.Tensor) -> Any:
+    def __call__(self, *args: torch.Tensor | int) -> Any:
         assert self._device.grids.setdefault(self._name, self._grid) == self._grid, "one kernel at two grids"
-        for tensor in args:
+        tensors = [one for one in args if not isinstance(one, int)]
+        for tensor in tensors:
             assert tensor.is_contiguous(), "Cannot process non-contiguous tensors"
             assert tensor.dtype in _DTYPES, tensor.dtype
         self._device.calls.append(self._name.rpartition(".")[2])
-        self._device.shapes.append([tuple(tensor.shape) for tensor in args])
+        self._device.shapes.append([tuple(tensor.shape) for tensor in tensors])
         outputs = nki_emulator.run(self._kernel, *args, grid=self._grid[0]).outputs
         return outputs[0] if len(outputs) == 1 else outputs
 
