@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import stat
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -302,16 +303,25 @@ class RangeReader(_RangedFile):
         """Say that a byte range is read soon, so that many are fetched from storage at once; only advice."""
         os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
 
-    def map_privately(self, size: int) -> mmap.mmap:
+    def map_privately(self, size: int) -> ctypes.Array[ctypes.c_uint8]:
         """The file's first `size` bytes as memory; a page that is written to is copied, so the file never changes.
+
+        It stays mapped until nothing refers to what is returned. Not by the module mmap: that keeps a descriptor of
+        its own for each mapping before Python 3.13, and a checkpoint may have more shards than a process descriptors.
 
         Raises:
             OSError: the file system cannot map files, or the process may map no more.
         """
         # Private pages of a file that is larger than memory are refused unless nothing is reserved for them.
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-        with _named(self.place):
-            return mmap.mmap(self._fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._fd, 0)
+        if address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(self.place))
+        memory = (ctypes.c_uint8 * size).from_address(address)
+        # Not at the end of the interpreter, when tensors over it may still be in use.
+        weakref.finalize(memory, _munmap, address, size).atexit = False
+        return memory
 
 
 class Readers:
@@ -468,6 +478,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # With 64-bit offsets everywhere: glibc calls that function fallocate64, musl knows no other.
 _fallocate = getattr(_libc, "fallocate64", None) or _libc.fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_mmap = getattr(_libc, "mmap64", None) or _libc.mmap
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_mmap.restype = ctypes.c_void_p
+_munmap = _libc.munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def reserve_blocks(fd: int, offset: int, size: int) -> None:

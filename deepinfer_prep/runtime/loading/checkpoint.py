@@ -27,6 +27,7 @@ from deepinfer_prep.quantized import KERNEL_BLOCK
 from deepinfer_prep.remote.places import to_place
 from deepinfer_prep.runtime.loading.contents import StoredTensor, computed_contents, read_contents
 from deepinfer_prep.runtime.loading.gc_pause import collector_paused
+from deepinfer_prep.runtime.loading.open_files import OpenFiles
 from deepinfer_prep.runtime.loading.remote_file import RemoteTensorFile
 from deepinfer_prep.runtime.loading.requests import Batch, Request
 from deepinfer_prep.runtime.loading.slices import WHOLE, Grid, Slice, axis_of, in_step, share, unit_of
@@ -314,12 +315,12 @@ class PreparedCheckpoint:
 
 
 def _open_files(folder: Place, manifest: Manifest) -> dict[str, TensorFile | RemoteTensorFile]:
-    names = (*manifest.shards, *manifest.sidecar)
-    return {name: _open(folder / name, manifest.files[name].size) for name in names}
+    names, opened = (*manifest.shards, *manifest.sidecar), OpenFiles()
+    return {name: _tensor_file(folder / name, manifest.files[name].size, opened) for name in names}
 
 
-def _open(place: Place, size: int) -> TensorFile | RemoteTensorFile:
-    return TensorFile(place, size) if isinstance(place, Path) else RemoteTensorFile(place)
+def _tensor_file(place: Place, size: int, opened: OpenFiles) -> TensorFile | RemoteTensorFile:
+    return TensorFile(place, size, opened) if isinstance(place, Path) else RemoteTensorFile(place)
 
 
 def _stored_block(record: WeightRecord, block: tuple[int, int] | None) -> tuple[int, int] | None:

@@ -8,6 +8,8 @@ import math
 import mmap
 import os
 import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,9 @@ import torch
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import PrepError
-from deepinfer_prep.files.storage import RangeReader
+from deepinfer_prep.files.storage import FileState, RangeReader
 from deepinfer_prep.runtime.loading.byte_layout import ByteRuns
+from deepinfer_prep.runtime.loading.open_files import OpenFiles
 
 _AHEAD_BYTES = 1024 * 1024
 
@@ -27,15 +30,34 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class TensorFile(RangeReader):
-    """Reads tensors of one file of `size` bytes; all methods may be called from several threads at once."""
+class TensorFile:
+    """Reads tensors of one file of `size` bytes; all methods may be called from several threads at once.
 
-    def __init__(self, path: Path, size: int) -> None:
-        super().__init__(path)
-        self._size = size
-        self._mapping: mmap.mmap | None = None
+    It holds no descriptor: `files` opens the file when something is read, and a file that took its place meanwhile is
+    refused.
+    """
+
+    def __init__(self, path: Path, size: int, files: OpenFiles) -> None:
+        self.place = path
+        self._size, self._files = size, files
+        self._state = FileState.of(path)
+        self._mapping: ctypes.Array[ctypes.c_uint8] | None = None
         self._address = 0
         self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Close the file; what is mapped stays so as long as tensors refer to it."""
+        self._files.drop(self.place)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset`; errors as `RangeReader.read_into`."""
+        with self._opened() as reader:
+            reader.read_into(buffer, offset)
+
+    def read_scattered(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill buffers from consecutive bytes; errors as `RangeReader.read_scattered`."""
+        with self._opened() as reader:
+            reader.read_scattered(buffers, offset)
 
     def view(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor over the file's own pages, with no byte read yet.
@@ -84,41 +106,57 @@ class TensorFile(RangeReader):
         Returns:
             Bytes read, gaps included where they were.
         """
-        if runs.count == 1:
-            self.read_into(out.data, runs.start)
-        elif runs.is_read_whole:
-            self.read_into(scratch[: runs.span].data, runs.start)
-            shape, strides = (runs.count, runs.run), (runs.stride, 1)
-            np.copyto(out.reshape(shape), np.lib.stride_tricks.as_strided(scratch, shape, strides))
-        else:
-            self._read_runs(runs, out)
+        with self._opened() as reader:
+            if runs.count == 1:
+                reader.read_into(out.data, runs.start)
+            elif runs.is_read_whole:
+                reader.read_into(scratch[: runs.span].data, runs.start)
+                shape, strides = (runs.count, runs.run), (runs.stride, 1)
+                np.copyto(out.reshape(shape), np.lib.stride_tricks.as_strided(scratch, shape, strides))
+            else:
+                _read_each(reader, runs, out)
         return runs.bytes_to_read
 
-    def _read_runs(self, runs: ByteRuns, out: fp8.U8) -> None:
-        at_once = max(1, _AHEAD_BYTES // runs.run)
-        for first in range(0, runs.count, at_once):
-            numbers = range(first, min(first + at_once, runs.count))
-            # Told of all of them first, the kernel reads many at a time from storage; alone, each would wait.
-            for number in numbers:
-                self.will_need(runs.start + number * runs.stride, runs.run)
-            for number in numbers:
-                run = out[number * runs.run : (number + 1) * runs.run]
-                self.read_into(run.data, runs.start + number * runs.stride)
-
-    def _map(self, start: int, end: int) -> mmap.mmap:
+    def _map(self, start: int, end: int) -> ctypes.Array[ctypes.c_uint8]:
         with self._lock:
             if self._mapping is None:
-                if self.size() != self._size:
-                    raise PrepError(self._unreadable(start, end, f"it has {self.size():,} bytes now"))
-                self._mapping = self.map_privately(self._size)
-                self._address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
+                with self._opened() as reader:
+                    if reader.size() != self._size:
+                        raise PrepError(self._unreadable(start, end, f"it has {reader.size():,} bytes now"))
+                    self._mapping = reader.map_privately(self._size)
+                self._address = ctypes.addressof(self._mapping)
             return self._mapping
+
+    def _opened(self) -> AbstractContextManager[RangeReader]:
+        return self._files.use(self.place, self._check)
+
+    def _check(self, reader: RangeReader) -> None:
+        """Compare what only another file or other bytes have; ctime also changes with a link or a mode.
+
+        A file of another size fails where it is read, which says more.
+        """
+        now, then = reader.state(), self._state
+        if now.inode != then.inode or (now.size == then.size and now.modified_ns != then.modified_ns):
+            reason = "it was replaced or written to"
+            raise PrepError(self._unreadable(0, self._size, reason), code="source-changed")
 
     def _unreadable(self, start: int, end: int, reason: str) -> str:
         return (
             f"{self.place}: bytes {start:,} to {end:,} cannot be read ({reason}): the file was changed while it was "
             "open, or its disk has a fault. `deepinfer-prep verify` tells what is wrong with the folder."
         )
+
+
+def _read_each(reader: RangeReader, runs: ByteRuns, out: fp8.U8) -> None:
+    at_once = max(1, _AHEAD_BYTES // runs.run)
+    for first in range(0, runs.count, at_once):
+        numbers = range(first, min(first + at_once, runs.count))
+        # Told of all of them first, the kernel reads many at a time from storage; alone, each would wait.
+        for number in numbers:
+            reader.will_need(runs.start + number * runs.stride, runs.run)
+        for number in numbers:
+            run = out[number * runs.run : (number + 1) * runs.run]
+            reader.read_into(run.data, runs.start + number * runs.stride)
 
 
 def new_host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from deepinfer_prep.errors import CheckpointError
 from deepinfer_prep.runtime.loading import byte_layout, transfers
 from deepinfer_prep.runtime.loading.byte_layout import ByteRuns, FileLayout
 from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint
+from deepinfer_prep.runtime.loading.open_files import OpenFiles
 from deepinfer_prep.runtime.loading.slices import Grid, Slice, SliceError, bounds_of, in_step, shape_of, share
 from deepinfer_prep.runtime.loading.tensor_file import TensorFile
 from deepinfer_prep.runtime.loading.transfers import Fill, fill_transfers
@@ -104,7 +106,7 @@ def test_transfers_fill_any_part_through_small_steps(
         patch.setattr(transfers, "LIMIT_BYTES", 16)
         # With pages of one byte every run is read on its own.
         patch.setattr(byte_layout, "PAGE_BYTES", page)
-        with TensorFile(Path(written.name), 3 + data.nbytes) as file:
+        with closing(TensorFile(Path(written.name), 3 + data.nbytes, OpenFiles())) as file:
             for step in fill_transfers([Fill(file, FileLayout(3, shape, item), bounds, out)]):
                 assert step.run(np.empty(32, np.uint8)) >= step.nbytes
     assert torch.equal(out, data[array_slices(bounds)])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from deepinfer_prep.runtime.loading.open_files import OpenFiles
 from deepinfer_prep.runtime.loading.tensor_file import TensorFile
 from deepinfer_prep.runtime.loading.transfers import Populate, populate_transfers
 
@@ -15,7 +16,7 @@ MIB = 1024 * 1024
 @pytest.fixture
 def file(tmp_path: Path) -> TensorFile:
     (tmp_path / "file").write_bytes(b"")
-    return TensorFile(tmp_path / "file", 0)
+    return TensorFile(tmp_path / "file", 0, OpenFiles())
 
 
 @pytest.mark.parametrize(("size", "steps"), [(0, 0), (1, 1), (40 * MIB, 5), (64 * MIB, 8), (8192 * MIB, 128)])
