@@ -54,6 +54,8 @@ class ConversionResult:
     """Matrices that were split into bf16 halves."""
     activation_scales: int
     """Static scales of e4m3 activations and of an fp8 KV cache, which the options doubled or kept."""
+    laid_out: int
+    """Weights that were put into the kernels' order."""
     warnings: tuple[str, ...]
     seconds: float
 
@@ -220,6 +222,7 @@ def _result(
         ),
         split=len(manifest.split),
         activation_scales=len(manifest.activation_scales),
+        laid_out=sum(record.layout is not None for record in manifest.weights.values()),
         warnings=plan.warnings + warnings + _data_warnings(manifest),
         seconds=seconds,
     )

@@ -17,6 +17,9 @@ from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, ProgressCallback, defaul
 from deepinfer_prep.writing.preflight import find_problems, find_unsafe, scan_codes
 from deepinfer_prep.writing.scale_values import ScaleJudge
 
+IN_KERNELS_ORDER = ", in the kernels' order"
+"""What is said, besides, of weights whose bytes are moved."""
+
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
@@ -68,6 +71,8 @@ class Inspection:
     """Those keys of `kernel_scales` that are reasons why there is none."""
     split: tuple[str, ...]
     activation_scales: tuple[str, ...]
+    laid_out: tuple[str, ...]
+    """Weights that are put into the kernels' order."""
     unscaled: tuple[str, ...]
     """F8_E4M3 tensors without a scale."""
     scan: ScanResult | None
@@ -124,13 +129,14 @@ def summarise(
         kinds=tuple(_kinds(plan)),
         output_bytes=plan.output_bytes,
         sidecar_bytes=plan.sidecar_bytes,
-        buffer_bytes=workers * chunk_size,
+        buffer_bytes=workers * (chunk_size + 2 * plan.band_bytes),
         kernel_scales=Counter(describe(weight.kernel_scale) for weight in plan.weights),
         no_kernel_scale=tuple(
             sorted({weight.kernel_scale.reason for weight in plan.weights if isinstance(weight.kernel_scale, Absent)})
         ),
         split=plan.split,
         activation_scales=plan.activation_scales,
+        laid_out=tuple(plan.laid_out),
         unscaled=plan.unscaled,
         scan=scanned,
         warnings=plan.warnings + told,
@@ -179,11 +185,13 @@ def _weight_kinds(plan: Plan) -> dict[str, tuple[str, str, str]]:
         quantized = weight.quantized
         scale = plan.checkpoint.tensors[quantized.scale].dtype
         block = "x".join(map(str, quantized.block)) if quantized.block else "block not known"
+        order = IN_KERNELS_ORDER if quantized.weight in plan.laid_out else ""
         if quantized.element == "e4m3":
-            kinds[quantized.weight] = ("fp8 weight", f"{scale} {_named_block(plan, weight) or block}", "halved")
+            action = f"halved{order}"
+            kinds[quantized.weight] = ("fp8 weight", f"{scale} {_named_block(plan, weight) or block}", action)
             kinds[quantized.scale] = ("fp8 scale", "", "doubled")
         else:
-            kinds[quantized.weight] = ("fp4 weight", f"{scale} {block}", "copied")
+            kinds[quantized.weight] = ("fp4 weight", f"{scale} {block}", f"copied{order}")
             kinds[quantized.scale] = ("fp4 scale", "", "copied")
     return kinds
 

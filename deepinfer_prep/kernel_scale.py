@@ -28,6 +28,7 @@ from deepinfer_prep.quantized import (
 
 KERNEL_ROWS, KERNEL_COLUMNS = 32, 128
 """The GEMM kernels take weights whose rows and columns are multiples of these."""
+_BLOCK128 = 128
 _E8M0_DTYPES = ("F8_E8M0", "U8")
 _ROWS_AT_ONCE_BYTES = 4 * 1024 * 1024
 
@@ -130,6 +131,11 @@ def plan_kernel_scale(quantized: QuantizedWeight, weight: TensorInfo, scale: Ten
     if scale.elements != matrices * grid[0] * grid[1]:
         return Absent(f"the scale has {scale.elements:,} values where {matrices} x {grid} are needed")
     return Derived(scale.dtype, matrices, grid, quantized.block, rows, columns, kernel_shape)
+
+
+def fits_block128(plan: Derived) -> bool:
+    """Whether each value of the stored scale covers whole blocks of 128x128, for the kernel that takes float scales."""
+    return plan.block[0] in (_BLOCK128, plan.rows) and plan.block[1] in (_BLOCK128, plan.columns)
 
 
 def is_outside_kernels(weight: TensorInfo, element: Element) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from deepinfer_prep import kernel_layout
 from deepinfer_prep.errors import ManifestError
 from deepinfer_prep.files import segments
 from deepinfer_prep.files.storage import Place
@@ -24,11 +25,26 @@ from deepinfer_prep.files.untrusted import (
     read_small_file,
     shorten,
 )
-from deepinfer_prep.naming import MANIFEST_NAME, SHARD_SUFFIX, SIDECAR_FOLDER
+from deepinfer_prep.naming import LAID_OUT_SUFFIX, MANIFEST_NAME, SHARD_SUFFIX, SIDECAR_FOLDER
 from deepinfer_prep.quantized import Element
 
 FORMAT_VERSION = 2
 """2: the sidecar lies in a folder of its own. 1 (deepinfer-prep 0.1.0): it lay beside the shards."""
+LAID_OUT_FORMAT_VERSION = 3
+"""Version 2 with weights in the kernels' order, which readers of version 2 alone would take for something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRecord:
+    """That a weight's bytes stand in another order than the source's: the tensor is then U8, under another name."""
+
+    name: str
+    """Of the layout, `kernel_layout.LAYOUT_NAME`."""
+    version: int
+    dtype: str
+    """Of the weight, as safetensors calls it."""
+    shape: tuple[int, ...]
+    """Of the weight; the tensor has the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +53,8 @@ class WeightRecord:
 
     `element` is "e4m3" (halved) or "e2m1" (two values a byte, as stored). `block` is how many rows and
     logical columns one scale value covers, None where nothing states it. `kernel_scale` names the tensor of
-    e8m0 bytes that the kernels take; where it is None, `reason` says why there is none.
+    e8m0 bytes that the kernels take; where it is None, `reason` says why there is none. `layout` is there where
+    the bytes stand in the kernels' order; the key is absent for any other weight.
     """
 
     element: Element
@@ -45,6 +62,11 @@ class WeightRecord:
     scale: str
     kernel_scale: str | None
     reason: str = ""
+    layout: LayoutRecord | None = None
+
+    def tensor(self, weight: str) -> str:
+        """The name of the tensor that holds the weight of this name."""
+        return weight if self.layout is None else weight + LAID_OUT_SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +131,9 @@ class Manifest:
         data = {**asdict(self), "counts": self.counts.to_json()}
         if not self.source_url:
             del data["source_url"]
+        for weight in data["weights"].values():
+            if weight["layout"] is None:
+                del weight["layout"]
         return json.dumps(data, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
@@ -150,13 +175,20 @@ def parse_manifest(text: bytes, path: Place) -> Manifest:
             f"{path} has format version 1: the output was written by deepinfer-prep 0.1.0, which put tensors of its "
             "own beside the shards, where several loaders stop at them. Convert the original checkpoint again."
         )
-    if type(version) is int and version != FORMAT_VERSION:
+    if type(version) is int and version not in _FORMAT_VERSIONS:
         raise ManifestError(
-            f"{path} has format version {version!r}, but this version of deepinfer-prep reads {FORMAT_VERSION}. "
+            f"{path} has format version {version!r}, but this version of deepinfer-prep reads "
+            f"{' and '.join(map(str, _FORMAT_VERSIONS))}. "
             "Use the version that wrote it, or convert the checkpoint again."
         )
     try:
         return _manifest(data)
+    except _OtherLayoutError as error:
+        raise ManifestError(
+            f"{path}: the weights' bytes stand in the layout {error}, but this version of deepinfer-prep reads "
+            f"{kernel_layout.LAYOUT_NAME!r} version {kernel_layout.LAYOUT_VERSION}. Use the version that wrote it, or "
+            "convert the checkpoint again."
+        ) from None
     except _FieldError as error:
         raise _damaged(path, f"is not of the manifest's form: {error}") from None
 
@@ -167,6 +199,10 @@ def _damaged(path: Place, problem: str) -> ManifestError:
 
 class _FieldError(ValueError):
     """A field of a manifest is not of its type; the message says which and how."""
+
+
+class _OtherLayoutError(ValueError):
+    """Weights stand in an order that this version does not know; the message is its name and version."""
 
 
 _Value = TypeVar("_Value")
@@ -216,6 +252,8 @@ def _manifest(data: dict[str, Any]) -> Manifest:
         f"the fields {', '.join(_MANIFEST_FIELDS)}",
         list(data),
     )
+    version = _version(data["format_version"])
+    weight = _weight if version == LAID_OUT_FORMAT_VERSION else _plain_weight
     shards = _file_names(data["shards"], "shards", "")
     sidecar = _file_names(data["sidecar"], "sidecar", SIDECAR_FOLDER + "/")
     files = _map(data["files"], "files", _file)
@@ -225,7 +263,7 @@ def _manifest(data: dict[str, Any]) -> Manifest:
     for name in (*shards, *sidecar):
         _expect(name in files, "files", f"a record of {shorten(name)}", "none")
     return Manifest(
-        format_version=_version(data["format_version"]),
+        format_version=version,
         tool_version=_text(data["tool_version"], "tool_version"),
         family=_text(data["family"], "family"),
         source_fingerprint=_text(data["source_fingerprint"], "source_fingerprint"),
@@ -237,15 +275,15 @@ def _manifest(data: dict[str, Any]) -> Manifest:
         activation_scales=_texts(data["activation_scales"], "activation_scales"),
         unscaled=_texts(data["unscaled"], "unscaled"),
         split=_map(data["split"], "split", _split),
-        weights=_map(data["weights"], "weights", _weight),
+        weights=_map(data["weights"], "weights", weight),
         files=files,
         source_url=_text(data.get("source_url", ""), "source_url"),
     )
 
 
 def _version(value: Any) -> int:
-    _expect(type(value) is int and value == FORMAT_VERSION, "format_version", str(FORMAT_VERSION), value)
-    return FORMAT_VERSION
+    _expect(type(value) is int and value in _FORMAT_VERSIONS, "format_version", str(FORMAT_VERSION), value)
+    return int(value)
 
 
 def _file_names(value: Any, where: str, folder: str) -> tuple[str, ...]:
@@ -278,6 +316,26 @@ def _file(value: Any, where: str) -> FileRecord:
 
 
 def _weight(value: Any, where: str) -> WeightRecord:
+    if not isinstance(value, dict) or "layout" not in value:
+        return _plain_weight(value, where)
+    plain = {name: item for name, item in value.items() if name != "layout"}
+    return replace(_plain_weight(plain, where), layout=_layout(value["layout"]))
+
+
+def _layout(value: Any) -> LayoutRecord:
+    where = "weights, layout"
+    found = _fields(value, where, ("name", "version", "dtype", "shape"))
+    name, version = _text(found["name"], where), _count(found["version"], where)
+    if (name, version) != (kernel_layout.LAYOUT_NAME, kernel_layout.LAYOUT_VERSION):
+        raise _OtherLayoutError(f"{shorten(name)} version {version}")
+    dtype, shape = _text(found["dtype"], where), found["shape"]
+    _expect(dtype in _LAID_OUT_DTYPES, where, " or ".join(_LAID_OUT_DTYPES), dtype)
+    is_shape = isinstance(shape, list) and len(shape) in (2, 3)
+    _expect(is_shape and all(_count(size, where) > 0 for size in shape), where, "two or three sizes", shape)
+    return LayoutRecord(name, version, dtype, tuple(shape))
+
+
+def _plain_weight(value: Any, where: str) -> WeightRecord:
     found = _fields(value, where, _WEIGHT_FIELDS)
     element, block, kernel_scale = found["element"], found["block"], found["kernel_scale"]
     _expect(element in ("e4m3", "e2m1"), "weights, element", "e4m3 or e2m1", element)
@@ -305,5 +363,7 @@ def _weight(value: Any, where: str) -> WeightRecord:
 
 
 _MANIFEST_FIELDS = tuple(field.name for field in fields(Manifest))
-_WEIGHT_FIELDS = tuple(field.name for field in fields(WeightRecord))
+_WEIGHT_FIELDS = tuple(field.name for field in fields(WeightRecord) if field.name != "layout")
+_FORMAT_VERSIONS = (FORMAT_VERSION, LAID_OUT_FORMAT_VERSION)
+_LAID_OUT_DTYPES = ("F8_E4M3", "I8", "U8")
 _DIGEST = re.compile("[0-9a-f]{32}")

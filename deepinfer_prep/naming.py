@@ -23,6 +23,10 @@ HI_SUFFIX, LO_SUFFIX = ".hi", ".lo"
 KERNEL_SCALE_SUFFIX = ".nki_scale"
 """Suffix of a weight's kernel scale in the sidecar."""
 
+LAID_OUT_SUFFIX = ".nki"
+"""Suffix that the name of a weight gets where its bytes stand in the kernels' order: a loader that does not know that
+order must not find the weight."""
+
 SPLIT_SUFFIXES = ("hc_attn_fn", "hc_ffn_fn")
 """How the names of the hyper-connection matrices end that are always split into hi and lo."""
 

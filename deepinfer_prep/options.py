@@ -11,11 +11,13 @@ from deepinfer_prep.families.user_map import parse_block, parse_map
 UnscaledRule = Literal["refuse", "copy-if-safe"]
 ActivationScaleRule = Literal["keep", "double"]
 ImplausibleRule = Literal["refuse", "accept"]
+WeightOrder = Literal["stored", "kernel"]
 
 _RULES: Mapping[str, Any] = {
     "unscaled": UnscaledRule,
     "activation_scales": ActivationScaleRule,
     "implausible_scales": ImplausibleRule,
+    "layout": WeightOrder,
 }
 
 
@@ -41,6 +43,8 @@ class Options:
     """What happens to static scales of e4m3 activations and of an fp8 KV cache: x / 2s fits a type that ends at 240."""
     implausible_scales: ImplausibleRule = "refuse"
     """What happens where a scale makes weights of a size that no model has, as one that divides does."""
+    layout: WeightOrder = "stored"
+    """How the bytes of weights stand in the output: as they are stored, or as the GEMM kernels read them."""
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -52,8 +56,11 @@ class Options:
             parse_block(text)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON gives it back: with lists for tuples."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        """As JSON gives it back: with lists for tuples, and without `layout` where it is the stored one."""
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        if self.layout == "stored":
+            del values["layout"]  # Outputs of this layout are, byte for byte, those of versions that knew no other.
+        return values
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Options:

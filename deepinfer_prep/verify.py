@@ -16,10 +16,11 @@ from typing import Any
 from deepinfer_prep.checking.findings import Difference, Findings
 from deepinfer_prep.checking.records import compare_counts, compare_with_source
 from deepinfer_prep.checking.scales import check_scales
-from deepinfer_prep.checking.segments import SegmentCheck, SegmentFindings, check_segment
+from deepinfer_prep.checking.segments import LaidOut, SegmentCheck, SegmentFindings, check_segment
 from deepinfer_prep.checking.sidecar import check_sidecar
 from deepinfer_prep.checking.structure import OpenOutput, check_output, is_readable
 from deepinfer_prep.errors import PrepError
+from deepinfer_prep.files.bands import BandedWeight
 from deepinfer_prep.files.checkpoint import Checkpoint, open_checkpoint
 from deepinfer_prep.files.segments import segments
 from deepinfer_prep.files.storage import FileState, Place
@@ -177,8 +178,13 @@ def _add_segment(findings: Findings, found: SegmentFindings) -> None:
 
 def _segment_checks(opened: OpenOutput, manifest: Manifest, plan: Plan | None) -> Iterator[SegmentCheck]:
     planned: Mapping[str, OutputFile] = {file.name: file for file in plan.files} if plan is not None else {}
-    halved = (name for name, record in manifest.weights.items() if record.element == "e4m3")
+    halved = (record.tensor(name) for name, record in manifest.weights.items() if record.element == "e4m3")
     fp8_names = frozenset({*halved, *manifest.unscaled})
+    laid_out = {
+        record.tensor(name): LaidOut(name, BandedWeight(record.layout.shape, record.element))
+        for name, record in manifest.weights.items()
+        if record.layout is not None
+    }
     for name, record in manifest.files.items():
         path = opened.folder / name
         if not is_readable(opened.folder, name) or FileState.of(path).size != record.size:
@@ -188,4 +194,4 @@ def _segment_checks(opened: OpenOutput, manifest: Manifest, plan: Plan | None) -
             expected = None
         shard = opened.shards.get(name)
         for number, (start, end) in enumerate(segments(record.size)):
-            yield SegmentCheck(name, path, start, end, record.digests[number], shard, fp8_names, expected)
+            yield SegmentCheck(name, path, start, end, record.digests[number], shard, fp8_names, laid_out, expected)

@@ -31,7 +31,7 @@ def compare_with_source(output: OpenOutput, manifest: Manifest, plan: Plan) -> I
         if planned.get(name) != recorded.get(name):
             problem = f"the source gives {_size(planned.get(name))}, the manifest says {_size(recorded.get(name))}"
             yield Difference(name, problem)
-    weights = weight_records(contents.weights)
+    weights = weight_records(plan, contents.weights)
     for name in sorted(weights.keys() | manifest.weights.keys()):
         if weights.get(name) != manifest.weights.get(name):
             yield Difference(MANIFEST_NAME, "the record of this weight is not what the source gives", name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -13,12 +13,21 @@ import xxhash
 from deepinfer_prep import fp8
 from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.errors import ConversionError
+from deepinfer_prep.files.bands import BandedWeight
 from deepinfer_prep.files.checkpoint import Shard
 from deepinfer_prep.files.container import TensorInfo, tensor_position
 from deepinfer_prep.files.storage import Place, Reader, open_reader
 from deepinfer_prep.planning.plan import OutputFile
 from deepinfer_prep.quantized import DTYPES
 from deepinfer_prep.writing.output_bytes import Tally, output_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """A weight whose bytes stand in the kernels' order: its name, and where each byte belongs."""
+
+    name: str
+    bytes: BandedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,8 @@ class SegmentCheck:
     shard: Shard | None
     fp8: frozenset[str]
     """The tensors whose codes have to mean the same on the hardware."""
+    laid_out: Mapping[str, LaidOut]
+    """The tensors that hold weights in the kernels' order."""
     expected: OutputFile | None
 
     @property
@@ -118,7 +129,15 @@ def _at(check: SegmentCheck, offset: int, problem: str) -> Difference:
         return Difference(check.name, f"byte {offset:,}: {problem}")
     position = offset - check.shard.header.data_start
     tensor = check.shard.header.tensors[tensor_position(check.shard.header.tensors, position)]
-    return Difference(check.name, problem, tensor.name, (position - tensor.start) * 8 // DTYPES[tensor.dtype].bits)
+    return _in_tensor(check, tensor, position - tensor.start, problem)
+
+
+def _in_tensor(check: SegmentCheck, tensor: TensorInfo, offset: int, problem: str) -> Difference:
+    """A difference at a byte of a tensor; of a weight in the kernels' order, at the byte that stands there."""
+    laid_out = check.laid_out.get(tensor.name)
+    if laid_out is not None and offset < laid_out.bytes.nbytes:
+        return Difference(check.name, problem, laid_out.name, laid_out.bytes.stored_offset(offset))
+    return Difference(check.name, problem, tensor.name, offset * 8 // DTYPES[tensor.dtype].bits)
 
 
 def _check_codes(check: SegmentCheck, offset: int, found: fp8.U8, findings: SegmentFindings) -> None:
@@ -129,11 +148,12 @@ def _check_codes(check: SegmentCheck, offset: int, found: fp8.U8, findings: Segm
             continue
         counts = fp8.count_codes(codes)
         if counts.nan:
-            findings.nan_codes[tensor.name] = findings.nan_codes.get(tensor.name, 0) + counts.nan
+            name = check.laid_out[tensor.name].name if tensor.name in check.laid_out else tensor.name
+            findings.nan_codes[name] = findings.nan_codes.get(name, 0) + counts.nan
         if counts.above_240:
             index = int(np.flatnonzero(np.isin(codes, fp8.ABOVE_240_CODES))[0])
             problem = f"the code 0x{int(codes[index]):02x} lies above 240: the hardware reads it as infinity or NaN"
-            findings.differences.append((Difference(check.name, problem, tensor.name, first + index), counts.above_240))
+            findings.differences.append((_in_tensor(check, tensor, first + index, problem), counts.above_240))
 
 
 def _fp8_parts(

@@ -39,11 +39,11 @@ def check_sidecar(output: OpenOutput, manifest: Manifest) -> Iterator[Difference
 def _expect_kernel_scale(
     output: OpenOutput, weight: str, record: WeightRecord, expected: dict[str, SidecarTensor]
 ) -> Iterator[Difference]:
-    if record.kernel_scale is None or weight not in output.main or record.scale not in output.main:
+    if record.kernel_scale is None or record.tensor(weight) not in output.main or record.scale not in output.main:
         return
     scale = output.main[record.scale]
     quantized = QuantizedWeight(weight, record.scale, record.element, record.block)
-    kernel_scale = plan_kernel_scale(quantized, output.main[weight].tensor, scale.tensor)
+    kernel_scale = plan_kernel_scale(quantized, output.main[record.tensor(weight)].tensor, scale.tensor)
     if record.kernel_scale == record.scale:
         if not isinstance(kernel_scale, Stored):
             yield Difference(MANIFEST_NAME, "its stored scale is not of the kernels' form", weight)

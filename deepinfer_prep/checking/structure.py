@@ -12,7 +12,7 @@ from deepinfer_prep.files.checkpoint import Shard, check_index, read_index, read
 from deepinfer_prep.files.container import Location
 from deepinfer_prep.files.storage import FileState, Place
 from deepinfer_prep.files.untrusted import leads_out
-from deepinfer_prep.manifest import Manifest
+from deepinfer_prep.manifest import Manifest, WeightRecord
 from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, MARKER, SHARD_SUFFIX, SIDECAR_FOLDER, SIDECAR_INDEX
 from deepinfer_prep.quantized import Element
 
@@ -116,7 +116,10 @@ def _check_indexes(output: OpenOutput, manifest: Manifest) -> Iterator[Differenc
 def _check_names(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]:
     """Every tensor that the manifest names has to be there with a fitting dtype."""
     for weight, record in manifest.weights.items():
-        yield from _check_dtype(output.main, weight, _WEIGHT_DTYPES[record.element])
+        if record.layout is None:
+            yield from _check_dtype(output.main, weight, _WEIGHT_DTYPES[record.element])
+        else:
+            yield from _check_laid_out(output.main, weight, record)
         yield from _check_present(output.main, record.scale)
         if record.kernel_scale is not None and record.kernel_scale != record.scale:
             yield from _check_present(output.in_sidecar, record.kernel_scale)
@@ -126,6 +129,17 @@ def _check_names(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]
         yield from _check_dtype(output.main, name, ("F32",))
         yield from _check_dtype(output.in_sidecar, split.hi, ("BF16",))
         yield from _check_dtype(output.in_sidecar, split.lo, ("BF16",))
+
+
+def _check_laid_out(tensors: Mapping[str, Location], weight: str, record: WeightRecord) -> Iterator[Difference]:
+    name = record.tensor(weight)
+    yield from _check_dtype(tensors, name, ("U8",))
+    if weight in tensors:
+        problem = f"{name!r} is the weight in the kernels' order; under its own name a loader takes bytes for row-major"
+        yield Difference(tensors[weight].path.name, problem, weight)
+    if name in tensors and record.layout is not None and tensors[name].tensor.shape != record.layout.shape:
+        problem = f"expected the shape {list(record.layout.shape)}, found {list(tensors[name].tensor.shape)}"
+        yield Difference(tensors[name].path.name, problem, name)
 
 
 def _check_present(tensors: Mapping[str, Location], name: str) -> Iterator[Difference]:

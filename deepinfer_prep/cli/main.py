@@ -24,7 +24,7 @@ from deepinfer_prep.cli.printable import printable
 
 if TYPE_CHECKING:
     from deepinfer_prep.files.storage import Place
-    from deepinfer_prep.options import ActivationScaleRule, ImplausibleRule, Options, UnscaledRule
+    from deepinfer_prep.options import ActivationScaleRule, ImplausibleRule, Options, UnscaledRule, WeightOrder
 
 
 class _PlaceType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.4 on
@@ -154,6 +154,14 @@ _PLAN_OPTIONS = (
         show_default=True,
         help="What to do where scale x code gives weights of a size that no model has.",
     ),
+    click.option(
+        "--layout",
+        type=click.Choice(["stored", "kernel"]),
+        default="stored",
+        show_default=True,
+        help="In which order to write the bytes of weights: as they are stored, which every loader of the original "
+        "reads, or as the GEMM kernels read them, which only this package's loader does.",
+    ),
 )
 
 
@@ -169,6 +177,7 @@ def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
         split: tuple[str, ...],
         activation_scales: ActivationScaleRule,
         implausible_scales: ImplausibleRule,
+        layout: WeightOrder,
         strict: bool = False,
         **arguments: object,
     ) -> None:
@@ -182,6 +191,7 @@ def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
             split=split,
             activation_scales=activation_scales,
             implausible_scales=implausible_scales,
+            layout=layout,
         )
         command(options=options, **arguments)
 
@@ -260,6 +270,7 @@ def inspect(
         "  deepinfer-prep convert DeepSeek-V4.1-Flash DeepSeek-V4.1-Flash-neuron\n"
         "  deepinfer-prep convert DeepSeek-V4.1-Flash OUT --dry-run\n"
         "  deepinfer-prep convert DeepSeek-V4-Flash OUT --split '*hc_head_fn'\n"
+        "  deepinfer-prep convert DeepSeek-V4.1-Flash OUT --layout kernel\n"
         "  deepinfer-prep convert model.safetensors OUT --workers 4 --chunk-size 16MiB --report report.json"
     ),
 )

@@ -51,6 +51,7 @@ def inspection_text(result: Inspection) -> str:
         f"{format_size(result.sidecar_bytes)}",
         f"memory         {format_size(result.buffer_bytes)} of buffers, whatever the size of the model",
         _static_scales_line(len(result.activation_scales)),
+        *_layout_lines(len(result.laid_out)),
         *_kernel_scale_lines(result.kernel_scales, result.no_kernel_scale),
     ]
     if result.scan is not None:
@@ -78,6 +79,7 @@ def conversion_text(result: ConversionResult) -> str:
         f"{counts.nan:,} NaN",
         f"split          {result.split:,} matrices into bf16 hi + lo",
         _static_scales_line(result.activation_scales),
+        *_layout_lines(result.laid_out),
         *_kernel_scale_lines(result.kernel_scales, result.no_kernel_scale),
     ]
     return _page([*lines, *_remarks(result.warnings, ())])
@@ -111,6 +113,11 @@ def _page(lines: Iterable[str]) -> str:
 
 def _static_scales_line(count: int) -> str:
     return f"static scales  {f'{count:,}' if count else 'none'} of e4m3 activations or of an fp8 KV cache"
+
+
+def _layout_lines(count: int) -> Iterator[str]:
+    if count:
+        yield f"layout         {count:,} weights in the kernels' order, each stored as U8 under its name with .nki"
 
 
 def _kernel_scale_lines(kinds: Mapping[str, int], reasons: Sequence[str]) -> Iterator[str]:

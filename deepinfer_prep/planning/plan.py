@@ -16,6 +16,7 @@ from deepinfer_prep import fp8
 from deepinfer_prep._version import __version__
 from deepinfer_prep.errors import Reason
 from deepinfer_prep.families import Layout, read_layout
+from deepinfer_prep.files.bands import BandedWeight
 from deepinfer_prep.files.checkpoint import Checkpoint, Shard
 from deepinfer_prep.files.container import MAX_HEADER_BYTES, PREFIX_BYTES, TensorInfo, encode_header
 from deepinfer_prep.files.source_files import OtherFile
@@ -23,6 +24,7 @@ from deepinfer_prep.files.storage import FileState, Place
 from deepinfer_prep.kernel_scale import Derived, PlannedWeight, plan_weight
 from deepinfer_prep.naming import MARKER, MAX_MARKER
 from deepinfer_prep.options import Options
+from deepinfer_prep.planning.laid_out import choose_laid_out, new_index, output_tensors
 from deepinfer_prep.planning.refusals import find_refusals
 from deepinfer_prep.planning.split import choose_split
 from deepinfer_prep.planning.warnings import find_warnings
@@ -43,17 +45,29 @@ class Operation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes start..end of a data section that take one operation; `dtype` is that of a scale to double."""
+    """Bytes start..end of a data section that take one operation; `dtype` is that of a scale to double.
+
+    With `banded` they are one weight that is also put into the kernels' order.
+    """
 
     start: int
     end: int
     operation: Operation
     dtype: str = ""
+    banded: BandedWeight | None = None
 
     @property
     def element_bytes(self) -> int:
-        """Bytes that must be worked on together."""
+        """Bytes of one element."""
         return element_bytes(self.dtype) if self.operation is Operation.DOUBLE else 1
+
+    def unit_at(self, offset: int) -> tuple[int, int]:
+        """Start and end of the bytes that must be worked on together with the one at `offset`: an element or a band."""
+        if self.banded is None:
+            low = offset - (offset - self.start) % self.element_bytes
+            return low, low + self.element_bytes
+        start, band = self.banded.band_at(offset - self.start)
+        return self.start + start, self.start + start + band.rows * self.banded.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +75,7 @@ class OutputFile:
     """One file of the output that is mapped from one file of the source.
 
     The output is `header`, then `data_size` bytes that stand at `source_start` in the source. A copied file
-    has an empty header and a single run.
+    has an empty header and a single run; of an index that is written anew all is header.
     """
 
     name: str
@@ -72,6 +86,7 @@ class OutputFile:
     data_size: int
     runs: tuple[Run, ...]
     tensors: tuple[TensorInfo, ...]
+    """As the source names them."""
 
     @property
     def size(self) -> int:
@@ -96,6 +111,8 @@ class Plan:
     """F8_E4M3 tensors without a scale; copied if the options allow it and their codes do."""
     operations: Mapping[str, Operation] = field(repr=False)
     """Operation of every tensor that is not copied, by name."""
+    laid_out: Mapping[str, BandedWeight] = field(repr=False)
+    """The weights whose bytes are put into the kernels' order."""
     warnings: tuple[str, ...]
     refusals: tuple[Reason, ...]
     fingerprint: str
@@ -105,6 +122,11 @@ class Plan:
     def output_bytes(self) -> int:
         """Bytes of all mapped files; the sidecar comes on top."""
         return sum(file.size for file in self.files)
+
+    @property
+    def band_bytes(self) -> int:
+        """Bytes of the largest band of a weight that is put into the kernels' order, of which a worker holds two."""
+        return max((weight.largest_band_bytes for weight in self.laid_out.values()), default=0)
 
     @property
     def sidecar_bytes(self) -> int:
@@ -123,9 +145,10 @@ def plan_conversion(checkpoint: Checkpoint, options: Options, tool_version: str 
     split = choose_split(checkpoint, options.split)
     operations = _operations(checkpoint, layout, options)
     metadata = {MARKER: tool_version, MAX_MARKER: str(fp8.FP8_MAX)}
-    files = [_plan_shard(shard, operations, metadata) for shard in checkpoint.shards]
-    files += [_plan_copy(other) for other in checkpoint.others]
     weights = tuple(plan_weight(checkpoint, quantized) for quantized in layout.weights)
+    laid_out = choose_laid_out(checkpoint, weights) if options.layout == "kernel" else {}
+    files = [_plan_shard(shard, operations, laid_out, metadata) for shard in checkpoint.shards]
+    files += [_plan_other(other, laid_out) for other in checkpoint.others]
     warnings = find_warnings(checkpoint, layout, weights, options)
     return Plan(
         checkpoint=checkpoint,
@@ -138,9 +161,10 @@ def plan_conversion(checkpoint: Checkpoint, options: Options, tool_version: str 
         zero_points=layout.zero_points,
         unscaled=tuple(layout.unpaired),
         operations=operations,
+        laid_out=laid_out,
         warnings=checkpoint.warnings + layout.warnings + split.warnings + warnings,
         refusals=(
-            *find_refusals(checkpoint, layout, options, split.names),
+            *find_refusals(checkpoint, layout, options, split.names, laid_out),
             *split.refusals,
             *_unreadable_headers(files),
         ),
@@ -170,8 +194,11 @@ def _operations(checkpoint: Checkpoint, layout: Layout, options: Options) -> dic
     return operations
 
 
-def _plan_shard(shard: Shard, operations: Mapping[str, Operation], metadata: Mapping[str, str]) -> OutputFile:
-    header = encode_header(shard.header.tensors, {"format": "pt", **shard.header.metadata, **metadata})
+def _plan_shard(
+    shard: Shard, operations: Mapping[str, Operation], laid_out: Mapping[str, BandedWeight], metadata: Mapping[str, str]
+) -> OutputFile:
+    tensors = output_tensors(shard.header.tensors, laid_out)
+    header = encode_header(tensors, {"format": "pt", **shard.header.metadata, **metadata})
     return OutputFile(
         name=shard.name,
         source=shard.path,
@@ -179,18 +206,24 @@ def _plan_shard(shard: Shard, operations: Mapping[str, Operation], metadata: Map
         header=header,
         source_start=shard.header.data_start,
         data_size=shard.header.data_size,
-        runs=tuple(_runs(shard.header.tensors, operations)),
+        runs=tuple(_runs(shard.header.tensors, operations, laid_out)),
         tensors=shard.header.tensors,
     )
 
 
-def _runs(tensors: Iterable[TensorInfo], operations: Mapping[str, Operation]) -> Iterator[Run]:
-    """The runs of a data section: neighbours with the same operation, on the same dtype, become one."""
-    start, end, current = 0, 0, (Operation.COPY, "")
+def _runs(
+    tensors: Iterable[TensorInfo], operations: Mapping[str, Operation], laid_out: Mapping[str, BandedWeight]
+) -> Iterator[Run]:
+    """The runs of a data section: neighbours with the same operation, on the same dtype, become one.
+
+    A weight that is put into another order is a run of its own.
+    """
+    start, end = 0, 0
+    current: tuple[Operation, str, BandedWeight | None] = (Operation.COPY, "", None)
     for tensor in tensors:
-        operation = operations.get(tensor.name, Operation.COPY)
-        wanted = (operation, tensor.dtype if operation is Operation.DOUBLE else "")
-        if wanted != current:
+        operation, banded = operations.get(tensor.name, Operation.COPY), laid_out.get(tensor.name)
+        wanted = (operation, tensor.dtype if operation is Operation.DOUBLE else "", banded)
+        if wanted != current or banded is not None:
             if end > start:
                 yield Run(start, end, *current)
             start, current = tensor.start, wanted
@@ -199,7 +232,10 @@ def _runs(tensors: Iterable[TensorInfo], operations: Mapping[str, Operation]) ->
         yield Run(start, end, *current)
 
 
-def _plan_copy(other: OtherFile) -> OutputFile:
+def _plan_other(other: OtherFile, laid_out: Mapping[str, BandedWeight]) -> OutputFile:
+    index = new_index(other, laid_out)
+    if index:
+        return OutputFile(other.name, other.path, other.state, index, 0, 0, (), ())
     size = other.state.size
     runs = (Run(0, size, Operation.COPY),) if size else ()
     return OutputFile(other.name, other.path, other.state, b"", 0, size, runs, ())

@@ -13,6 +13,7 @@ from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.naming import (
     HI_SUFFIX,
     KERNEL_SCALE_SUFFIX,
+    LAID_OUT_SUFFIX,
     LO_SUFFIX,
     MANIFEST_NAME,
     SHARD_SUFFIX,
@@ -29,7 +30,9 @@ _MOST_NEAR = 5
 _SCALE_LIKE = re.compile("scal|scl|_sf$|_inv|factor|amax", re.IGNORECASE)
 
 
-def find_refusals(checkpoint: Checkpoint, layout: Layout, options: Options, split: Iterable[str]) -> tuple[Reason, ...]:
+def find_refusals(
+    checkpoint: Checkpoint, layout: Layout, options: Options, split: Iterable[str], laid_out: Iterable[str]
+) -> tuple[Reason, ...]:
     """The reasons, each of whole sentences with a code, why a conversion must not start; empty where it may."""
     return (
         *_coded("already-converted", _already_converted(checkpoint)),
@@ -38,7 +41,7 @@ def find_refusals(checkpoint: Checkpoint, layout: Layout, options: Options, spli
         *_coded("foreign-fp8", _foreign_fp8(checkpoint)),
         *_coded("shared-scale", _shared_scales(checkpoint, layout)),
         *_coded("file-name-taken", _file_clashes(checkpoint)),
-        *_coded("tensor-name-taken", _tensor_clashes(checkpoint, layout, split)),
+        *_coded("tensor-name-taken", _tensor_clashes(checkpoint, layout, split, laid_out)),
         *_coded("split-of-scale", _split_scales(checkpoint, layout, split)),
     )
 
@@ -137,14 +140,17 @@ def _file_clashes(checkpoint: Checkpoint) -> Iterator[str]:
             )
 
 
-def _tensor_clashes(checkpoint: Checkpoint, layout: Layout, split: Iterable[str]) -> Iterator[str]:
-    """The sidecar's tensors must not have the name of a tensor of the checkpoint."""
+def _tensor_clashes(
+    checkpoint: Checkpoint, layout: Layout, split: Iterable[str], laid_out: Iterable[str]
+) -> Iterator[str]:
+    """The output's own tensors must not have the name of a tensor of the checkpoint."""
     halves = (name + suffix for name in split for suffix in (HI_SUFFIX, LO_SUFFIX))
     scales = (quantized.weight + KERNEL_SCALE_SUFFIX for quantized in layout.weights)
-    taken = [name for name in (*halves, *scales) if name in checkpoint.tensors]
+    weights = (name + LAID_OUT_SUFFIX for name in laid_out)
+    taken = [name for name in (*halves, *scales, *weights) if name in checkpoint.tensors]
     if taken:
         yield (
-            f"{len(taken):,} tensors have names that the sidecar needs for its own: {_listed(checkpoint, taken)}. "
+            f"{len(taken):,} tensors have names that the output needs for its own: {_listed(checkpoint, taken)}. "
             "This looks like an output of another conversion; give the original checkpoint."
         )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepinfer_prep.checking.structure import OpenOutput, check_output
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.files.container import Location, TensorInfo
 from deepinfer_prep.files.storage import Place
-from deepinfer_prep.inspect import KindRow, summarise
+from deepinfer_prep.inspect import IN_KERNELS_ORDER, KindRow, summarise
 from deepinfer_prep.kernel_scale import (
     KERNEL_COLUMNS,
     KERNEL_ROWS,
@@ -124,28 +124,48 @@ def _read_checkpoint(path: Place, options: Options, follow_links: bool) -> Subje
 def _read_output(path: Place) -> Subject:
     manifest = read_manifest(path)
     output, differences = check_output(path, manifest)
+    tensors = _under_own_names(output, manifest)
     weights = tuple(
-        Weight(name, record.scale, record.element, _recorded_kernel(record, output.main[name].tensor))
+        Weight(name, record.scale, record.element, _recorded_kernel(record, tensors[name].tensor))
         for name, record in manifest.weights.items()
-        if name in output.main and record.scale in output.main
+        if name in tensors and record.scale in tensors
     )
-    unscaled = tuple(name for name in manifest.unscaled if name in output.main)
+    unscaled = tuple(name for name in manifest.unscaled if name in tensors)
     roles = _roles(weights, manifest.split, manifest.activation_scales, unscaled)
     return Subject(
         root=path,
         family=manifest.family,
         files=len(manifest.files) + 1,
         nbytes=sum(record.size for record in manifest.files.values()),
-        tensors=output.main,
+        tensors=tensors,
         roles=roles,
         weights=weights,
         unscaled=unscaled,
-        kinds=tuple(_output_kinds(output, manifest, roles)),
+        kinds=tuple(_output_kinds(tensors, output.in_sidecar, manifest, roles)),
         warnings=(),
         plan=None,
         manifest=manifest,
         differences=tuple(map(str, differences)),
     )
+
+
+def _under_own_names(output: OpenOutput, manifest: Manifest) -> dict[str, Location]:
+    """The tensors of the shards, weights in the kernels' order as the source names and declares them.
+
+    Which codes a weight holds is the same in either order; of e4m3 weights no more than that is shown.
+    """
+    laid_out = {
+        record.tensor(name): (name, record.layout)
+        for name, record in manifest.weights.items()
+        if record.layout is not None
+    }
+    tensors = {}
+    for stored, location in output.main.items():
+        if stored in laid_out:
+            name, layout = laid_out[stored]
+            location = replace(location, tensor=location.tensor._replace(name=name, dtype=layout.dtype))
+        tensors[location.tensor.name] = location
+    return tensors
 
 
 def _planned_kernel(weight: PlannedWeight, tensor: TensorInfo) -> Kernel:
@@ -189,18 +209,23 @@ _DONE = {
 }
 
 
-def _output_kinds(output: OpenOutput, manifest: Manifest, roles: Mapping[str, str]) -> Iterator[KindRow]:
+def _output_kinds(
+    tensors: Mapping[str, Location], in_sidecar: Mapping[str, Location], manifest: Manifest, roles: Mapping[str, str]
+) -> Iterator[KindRow]:
     activation = "doubled" if manifest.options.get("activation_scales") == "double" else "copied"
-    counts: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
-    located = [(roles.get(name, "other"), location.tensor) for name, location in output.main.items()]
-    located += [("sidecar", location.tensor) for location in output.in_sidecar.values()]
+    counts: Counter[tuple[str, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    done = {**_DONE, "activation scale": activation, "sidecar": "made"}
+    laid_out = {name for name, record in manifest.weights.items() if record.layout is not None}
+    located = [(roles.get(name, "other"), location.tensor) for name, location in tensors.items()]
+    located += [("sidecar", location.tensor) for location in in_sidecar.values()]
     for role, tensor in located:
-        counts[role, tensor.dtype] += 1
-        sizes[role, tensor.dtype] += tensor.nbytes
-    for role, dtype in sorted(counts, key=lambda key: (key[0] == "other", -sizes[key])):
-        done = {**_DONE, "activation scale": activation, "sidecar": "made"}.get(role, "copied")
-        yield KindRow(role, dtype, "", counts[role, dtype], sizes[role, dtype], done)
+        action = done.get(role, "copied") + (IN_KERNELS_ORDER if tensor.name in laid_out else "")
+        counts[role, tensor.dtype, action] += 1
+        sizes[role, tensor.dtype, action] += tensor.nbytes
+    for key in sorted(counts, key=lambda key: (key[0] == "other", -sizes[key])):
+        role, dtype, action = key
+        yield KindRow(role, dtype, "", counts[key], sizes[key], action)
     weights = {*manifest.shards, *manifest.sidecar}
     others = [record.size for name, record in manifest.files.items() if name not in weights]
     if others:

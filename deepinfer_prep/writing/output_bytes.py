@@ -1,6 +1,7 @@
 """Computes any byte range of an output file from its source file; the only place that changes tensor bytes.
 
-A range may begin and end anywhere, also inside a multi-byte scale: the source is then read a few bytes wider.
+A range may begin and end anywhere, also inside a multi-byte scale or a band of a weight that is put into another order:
+the source is then read to the ends of these.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from deepinfer_prep.files.segments import SLACK_BYTES
 from deepinfer_prep.files.storage import DIRECT_BYTES, Reader
 from deepinfer_prep.planning.plan import Operation, OutputFile, Run
 from deepinfer_prep.quantized import DTYPES
+from deepinfer_prep.writing.band_writer import BandWriter
 
 
 @dataclass(slots=True)
@@ -48,10 +50,17 @@ def output_chunks(
     """
     room = buffer.size - DIRECT_BYTES - SLACK_BYTES
     step = room // DIRECT_BYTES * DIRECT_BYTES or room // 8 * 8
-    low = file.source_start + max(0, start - len(file.header) - SLACK_BYTES)
-    source.expect(low, file.source_start + min(file.data_size, max(0, end - len(file.header)) + SLACK_BYTES))
+    first, last = max(0, start - len(file.header)), max(0, end - len(file.header))
+    low, high = _widened(file, first, last)
+    source.expect(file.source_start + low, file.source_start + high)
+
+    def look(begin: int, codes: fp8.U8) -> None:
+        if tally is not None:
+            _count(file, begin, codes, tally)
+
+    writer = BandWriter(file, source, look, (first, last))
     for position in range(start, end, step):
-        yield position, _fill(file, source, position, min(position + step, end), buffer, tally)
+        yield position, _fill(file, source, position, min(position + step, end), buffer, writer, tally)
 
 
 def tensor_at(file: OutputFile, offset: int) -> TensorInfo:
@@ -66,34 +75,64 @@ def describe_element(file: OutputFile, offset: int) -> str:
     return f"{file.source}: tensor {tensor.name!r}: element {element:,}"
 
 
-def _fill(file: OutputFile, source: Reader, start: int, end: int, buffer: fp8.U8, tally: Tally | None) -> fp8.U8:
+def _widened(file: OutputFile, start: int, end: int) -> tuple[int, int]:
+    """A range of the data section, widened to whole elements and bands."""
+    if start >= end:
+        return start, end
+    return _run_at(file, start).unit_at(start)[0], _run_at(file, end - 1).unit_at(end - 1)[1]
+
+
+def _run_at(file: OutputFile, offset: int) -> Run:
+    return file.runs[_run_position(file, offset)]
+
+
+def _run_position(file: OutputFile, offset: int) -> int:
+    return bisect_right(file.runs, offset, key=lambda run: run.start) - 1
+
+
+def _fill(
+    file: OutputFile, source: Reader, start: int, end: int, buffer: fp8.U8, writer: BandWriter, tally: Tally | None
+) -> fp8.U8:
     """Bytes start..end of the output file, put together at byte `DIRECT_BYTES` of the buffer."""
     header = np.frombuffer(file.header, dtype=np.uint8)[start:end]
     buffer[DIRECT_BYTES : DIRECT_BYTES + header.size] = header
     data_start, data_end = start + header.size - len(file.header), end - len(file.header)
-    if data_start < data_end:
-        _transform(file, source, data_start, data_end, buffer[DIRECT_BYTES - SLACK_BYTES + header.size :], tally)
+    room = buffer[DIRECT_BYTES - SLACK_BYTES + header.size :]
+    for begin, stop, run in _stretches(file, data_start, data_end):
+        at = room[begin - data_start :]
+        if run.banded is None:
+            _transform(file, source, begin, stop, at, tally)
+        else:
+            writer.copy_into(run, run.banded, begin, at[SLACK_BYTES : SLACK_BYTES + stop - begin])
     return buffer[DIRECT_BYTES : DIRECT_BYTES + end - start]
 
 
+def _stretches(file: OutputFile, start: int, end: int) -> Iterator[tuple[int, int, Run]]:
+    """Cut a range of the data section into parts of one laid-out weight each, and of no such weight between them.
+
+    Each part comes with the last of its runs.
+    """
+    position = _run_position(file, start)
+    while start < end:
+        run = file.runs[position]
+        while run.banded is None and run.end < end and file.runs[position + 1].banded is None:
+            position += 1
+            run = file.runs[position]
+        yield start, min(run.end, end), run
+        start, position = run.end, position + 1
+
+
 def _transform(file: OutputFile, source: Reader, start: int, end: int, buffer: fp8.U8, tally: Tally | None) -> None:
-    """Compute bytes start..end of the data section at byte `SLACK_BYTES` of the buffer."""
-    first = bisect_right(file.runs, start, key=lambda run: run.start) - 1
-    low = start - (start - file.runs[first].start) % file.runs[first].element_bytes
-    high = _widen_end(file, end)
+    """Compute bytes start..end of the data section, none of a laid-out weight, at byte `SLACK_BYTES` of the buffer."""
+    low, high = _widened(file, start, end)
     chunk = buffer[SLACK_BYTES - (start - low) :][: high - low]
     source.read_into(chunk.data, file.source_start + low)
-    for position in range(first, len(file.runs)):
+    for position in range(_run_position(file, start), len(file.runs)):
         run = file.runs[position]
         if run.start >= high:
             break
         begin = max(run.start, low)
         _apply(file, run, begin, chunk[begin - low : min(run.end, high) - low], tally)
-
-
-def _widen_end(file: OutputFile, end: int) -> int:
-    run = file.runs[bisect_right(file.runs, end - 1, key=lambda run: run.start) - 1]
-    return end + -(end - run.start) % run.element_bytes
 
 
 def _apply(file: OutputFile, run: Run, begin: int, piece: fp8.U8, tally: Tally | None) -> None:

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
+from deepinfer_prep import kernel_layout
 from deepinfer_prep.files.segments import segments
 from deepinfer_prep.files.storage import StoredPlace
 from deepinfer_prep.kernel_scale import Absent, PlannedWeight, Stored
-from deepinfer_prep.manifest import FORMAT_VERSION, Counts, FileRecord, Manifest, SplitRecord, WeightRecord
+from deepinfer_prep.manifest import (
+    FORMAT_VERSION,
+    LAID_OUT_FORMAT_VERSION,
+    Counts,
+    FileRecord,
+    LayoutRecord,
+    Manifest,
+    SplitRecord,
+    WeightRecord,
+)
 from deepinfer_prep.naming import HI_SUFFIX, KERNEL_SCALE_SUFFIX, LO_SUFFIX
 from deepinfer_prep.planning.plan import Plan
 from deepinfer_prep.writing.journal import SegmentDone
 from deepinfer_prep.writing.output_bytes import Tally
 
 
-def weight_records(weights: Iterable[PlannedWeight]) -> dict[str, WeightRecord]:
+def weight_records(plan: Plan, weights: Iterable[PlannedWeight]) -> dict[str, WeightRecord]:
     """The record of every quantized weight, by its name; `weights` as `choose_contents` returns them."""
-    return {weight.quantized.weight: _weight_record(weight) for weight in weights}
+    return {
+        name: replace(_weight_record(weight), layout=_layout_record(plan, name))
+        for weight in weights
+        for name in (weight.quantized.weight,)
+    }
+
+
+def _layout_record(plan: Plan, name: str) -> LayoutRecord | None:
+    if name not in plan.laid_out:
+        return None
+    tensor = plan.checkpoint.tensors[name]
+    return LayoutRecord(kernel_layout.LAYOUT_NAME, kernel_layout.LAYOUT_VERSION, tensor.dtype, tensor.shape)
 
 
 def _weight_record(weight: PlannedWeight) -> WeightRecord:
@@ -54,7 +76,7 @@ def describe(
 ) -> Manifest:
     """The manifest of an output with these files."""
     return Manifest(
-        format_version=FORMAT_VERSION,
+        format_version=LAID_OUT_FORMAT_VERSION if plan.laid_out else FORMAT_VERSION,
         tool_version=tool_version,
         family=plan.family,
         source_fingerprint=plan.fingerprint,
@@ -66,7 +88,7 @@ def describe(
         activation_scales=plan.activation_scales,
         unscaled=plan.unscaled,
         split={name: SplitRecord(name + HI_SUFFIX, name + LO_SUFFIX) for name in plan.split},
-        weights=weight_records(weights),
+        weights=weight_records(plan, weights),
         files=files,
         source_url=plan.checkpoint.root.pinned_url if isinstance(plan.checkpoint.root, StoredPlace) else "",
     )

@@ -449,6 +449,6 @@ def test_an_interrupted_run_with_options_is_resumed(tmp_path: Path, monkeypatch:
 
 def test_a_tensor_of_a_sidecar_name_is_refused(tmp_path: Path) -> None:
     tensors: dict[str, Tensor] = {"a.hc_attn_fn": ("F32", (4, 64), 1), "a.hc_attn_fn.hi": ("BF16", (4, 64), 1)}
-    assert "names that the sidecar needs for its own: 'a.hc_attn_fn.hi'" in refused(
+    assert "names that the output needs for its own: 'a.hc_attn_fn.hi'" in refused(
         source_of(tmp_path, tensors), tmp_path / "output"
     )

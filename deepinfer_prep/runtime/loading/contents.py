@@ -79,6 +79,11 @@ def read_contents(folder: Place) -> Contents:
     """
     _refuse_unfinished(folder)
     manifest = read_manifest(folder)
+    if any(record.layout is not None for record in manifest.weights.values()):
+        raise ManifestError(
+            f"{folder}: its weights stand in the kernels' order (--layout kernel), which this loader does not read. "
+            "Convert the checkpoint with --layout stored."
+        )
     tensors: dict[str, StoredTensor] = {}
     names = (*manifest.shards, *manifest.sidecar)
     for name, header in zip(names, _read_headers(folder, names, manifest), strict=True):

@@ -1,0 +1,66 @@
+"""A weight in the kernels' order as bytes in a file: which of them belong to one band, and where each one came from."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+
+from deepinfer_prep.kernel_layout import Band, bands
+from deepinfer_prep.quantized import Element
+
+
+@dataclass(frozen=True)
+class BandedWeight:
+    """A weight, or a stack of weights whose rows are cut into bands each for itself.
+
+    All offsets are in bytes from the weight's first one. A band has the same place and size in either order.
+    """
+
+    shape: tuple[int, ...]
+    """[rows, bytes of a row], or with a first axis of matrices."""
+    element: Element
+
+    @property
+    def rows(self) -> int:
+        """Of each matrix."""
+        return self.shape[-2]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.shape[-1]
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of one matrix."""
+        return self.rows * self.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def bands(self) -> tuple[Band, ...]:
+        """The bands of each matrix."""
+        return bands(self.rows)
+
+    @property
+    def largest_band_bytes(self) -> int:
+        """Bytes of the largest band."""
+        return max(band.rows for band in self.bands) * self.row_bytes
+
+    def band_at(self, offset: int) -> tuple[int, Band]:
+        """Where the band begins that holds the byte at `offset`, and the band."""
+        matrix, inside = divmod(offset, self.matrix_bytes)
+        row = inside // self.row_bytes
+        band = self.bands[bisect_right(self.bands, row, key=lambda one: one.first) - 1]
+        return matrix * self.matrix_bytes + band.first * self.row_bytes, band
+
+    def stored_offset(self, offset: int) -> int:
+        """Where in the row-major weight the byte is that is at `offset` in the kernels' order."""
+        start, band = self.band_at(offset)
+        column, row = divmod(offset - start, band.rows)
+        return start + row * self.row_bytes + column
