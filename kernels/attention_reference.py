@@ -15,12 +15,21 @@ CANDIDATE_BLOCK = 8
 
 def attention_values(q: Tensor, kv: Tensor, sink: Tensor, idx: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """`sparse_attn` computed in `dtype` without a rounding of its result: [t, heads, d]."""
+    rows, valid = _gathered(kv, idx, dtype)
+    return _attention_over(q.to(dtype), rows, valid, sink.to(dtype), scale)
+
+
+def _gathered(kv: Tensor, idx: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rows that lists name, [t, k, d], zeros where an entry is empty; and which are not, [t, k]."""
     valid = (idx >= 0) & (idx < kv.shape[0])
     rows = kv[torch.where(valid, idx, 0).long()].to(dtype)
-    rows = torch.where(valid.unsqueeze(-1), rows, 0.0)
-    scores = torch.einsum("thd,tkd->thk", q.to(dtype), rows) * scale
+    return torch.where(valid.unsqueeze(-1), rows, 0.0), valid
+
+
+def _attention_over(q: Tensor, rows: Tensor, valid: Tensor, sink: Tensor, scale: float) -> Tensor:
+    scores = torch.einsum("thd,tkd->thk", q, rows) * scale
     scores = torch.where(valid.unsqueeze(-2), scores, -torch.inf)
-    sinks = sink.to(dtype).unsqueeze(-1)
+    sinks = sink.unsqueeze(-1)
     maximum = torch.maximum(scores.amax(dim=-1, keepdim=True), sinks).clamp(LOWEST_MAXIMUM, HIGHEST_MAXIMUM)
     shares = torch.exp(scores - maximum)
     total = shares.sum(dim=-1, keepdim=True) + torch.exp(sinks - maximum)
@@ -42,6 +51,21 @@ def sparse_attn(q: Tensor, kv: Tensor, sink: Tensor, idx: Tensor, scale: float) 
         bf16 [t, heads, d]; zeros for a query without keys. What an empty entry's memory holds has no influence.
     """
     return attention_values(q, kv, sink, idx, scale, torch.float32).to(q.dtype)
+
+
+def sparse_attn_two_caches(
+    q: Tensor,
+    window: Tensor,
+    window_idx: Tensor,
+    compressed: Tensor,
+    compressed_idx: Tensor,
+    sink: Tensor,
+    scale: float,
+) -> Tensor:
+    """As `sparse_attn`, with one softmax over keys from two caches, each with lists of its own."""
+    parts = [_gathered(window, window_idx, torch.float32), _gathered(compressed, compressed_idx, torch.float32)]
+    rows, valid = (torch.cat(both, dim=1) for both in zip(*parts, strict=True))
+    return _attention_over(q.float(), rows, valid, sink.float(), scale).to(q.dtype)
 
 
 def index_score_values(q: Tensor, keys: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from deepinfer_prep.kernels import attention_reference
 from tests.kernels.cases import ON_SIMULATOR
 
 with installed():
-    from deepinfer_prep.kernels import sparse_attn
+    from deepinfer_prep.kernels import sparse_attn, sparse_attn_two_caches
 
 SINKS = (-torch.inf, -1e4, 0.0, 50.0, torch.inf)
 ROWS = 700
@@ -165,7 +165,7 @@ def test_keys_of_two_caches_share_one_softmax(k: int, valid: int, cores: int) ->
         one, kv=torch.cat([one.kv, half]), idx=torch.cat([window, torch.where(other < 0, -1, other + ROWS)], dim=-1)
     )
     arguments = (one.q, one.kv, window, half, other, one.sink, one.scale)
-    out = run(sparse_attn.two_caches, *arguments, grid=cores).output
+    out = run(sparse_attn_two_caches.kernel, *arguments, grid=cores).output
     assert ((out.double() - together.exact()).abs() <= together.bound()).all()
     if k % 32 == 0:
         assert torch.equal(out, together.found(cores))
@@ -174,7 +174,7 @@ def test_keys_of_two_caches_share_one_softmax(k: int, valid: int, cores: int) ->
 def test_an_empty_list_beside_a_cache_of_nan_leaves_the_other_cache_alone() -> None:
     one = case(3, 16, 128, 100)
     nothing, nan = torch.full((3, 64), -1, dtype=torch.int32), torch.full((9, 128), torch.nan).bfloat16()
-    out = run(sparse_attn.two_caches, one.q, one.kv, one.idx, nan, nothing, one.sink, one.scale).output
+    out = run(sparse_attn_two_caches.kernel, one.q, one.kv, one.idx, nan, nothing, one.sink, one.scale).output
     assert ((out.double() - one.exact()).abs() <= one.bound()).all()
 
 

@@ -1,7 +1,8 @@
 """A stand-in for a Neuron device and torch_neuronx's wrap_nki: the real kernels, run by the emulator.
 
 It is as strict as the real thing where releases differ: the wrapper takes the bare kernel, is subscripted with a
-tuple of ints, never sees one kernel at two grids, and takes contiguous tensors of the types kernels may have, and ints.
+tuple of ints, never sees one kernel at two grids, and takes contiguous tensors of the types kernels may have, and
+numbers.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class Wrapper:
     def __getitem__(self, grid: tuple[int, ...]) -> Wrapper:
         return Wrapper(self._device, self._name, self._kernel, tuple(map(int, grid)))
 
-    def __call__(self, *args: torch.Tensor | int) -> Any:
+    def __call__(self, *args: torch.Tensor | float) -> Any:
         assert self._device.grids.setdefault(self._name, self._grid) == self._grid, "one kernel at two grids"
-        tensors = [one for one in args if not isinstance(one, int)]
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
         for tensor in tensors:
             assert tensor.is_contiguous(), "Cannot process non-contiguous tensors"
             assert tensor.dtype in _DTYPES, tensor.dtype
