@@ -13,29 +13,42 @@ with installed():
     from deepinfer_prep.kernels import rmsnorm, swiglu
 
 FILLS = ("random", "zeros", "tiny", "large", "spike")
-BF16, NOISE, SUBNORMAL = 2.0**-8, 2.0**-20, 2.0**-126
+BF16, NOISE = 2.0**-8, 2.0**-20
 
 
 def rows(tokens: int, columns: int, fill: str) -> torch.Tensor:
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens))
     if fill == "zeros":
         x[: (tokens + 1) // 2] = 0.0
-    elif fill in ("tiny", "large"):
-        x *= 1e-12 if fill == "tiny" else 1e10
+    elif fill in ("tiny", "large", "near the eps"):
+        x *= {"tiny": 1e-12, "large": 1e10, "near the eps": 1e-10}[fill]
     elif fill == "spike":
         x[:, columns // 2] = 3e4
     return x.bfloat16()
 
 
-@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("fill", [*FILLS, "near the eps"])
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 5120), (2, 128), (3, 512), (128, 100), (200, 320), (512, 128)])
 def test_norm(tokens: int, columns: int, fill: str) -> None:
     x, weight = rows(tokens, columns, fill), rows(1, columns, "random")[0]
     exact = norm_reference.rmsnorm_values(x, weight, torch.float64)
     out = run(rmsnorm.kernel, x, weight).output
-    # Half a step of bf16, and fp32's errors of the sum, its root and two products.
-    assert ((out.double() - exact).abs() <= (BF16 + 2.0**-17) * exact.abs() + SUBNORMAL).all()
+    assert ((out.double() - exact).abs() <= BF16 * exact.abs()).all()
     assert torch.equal(out, run(rmsnorm.kernel, x, weight, grid=2).output)
+
+
+def test_errors_of_fp32_ahead_of_the_one_rounding_need_no_room_of_their_own() -> None:
+    """Half a step of bf16 is 2^-8 |y| / (1 + 2^-8) at most, at the first tie above a power of two.
+
+    What is left, 2^-16, is more than fp32 can be off: even a value that an error pushed over a tie stays in the bound.
+    """
+    ties = 1 + (2 * torch.arange(128, dtype=torch.float64) + 1) * 2.0**-8
+    for side in (1, -1):
+        computed = torch.nextafter(ties.float(), torch.tensor(2.0 if side == 1 else 0.0))
+        exact = computed.double() * (1 - side * 2.0**-17)
+        rounded = computed.bfloat16().double()
+        assert ((rounded - exact) * side > 0).all()
+        assert ((rounded - exact).abs() <= BF16 * exact).all()
 
 
 @pytest.mark.parametrize("fill", [*FILLS, "far"])
