@@ -1,6 +1,10 @@
-"""What the torch.compile backend costs: time of the pass and of AOT against graph size, operations a cast.
+"""What the torch.compile backend costs: against aot_eager, and against graph size; operations a cast.
 
-    python scripts/bench_compile.py [--sizes 100,300,1000,3000,10000]
+    python scripts/bench_compile.py [--layers 16] [--rounds 5] [--sizes 100,300,1000,3000,10000]
+
+Layers that quantize their activations (quantized_layers.py) are compiled by aot_eager, which keeps every cast as one
+operation, and by deepinfer_neuron over aot_eager. Each run is a process of its own, which has compiled something
+small before, so that imports do not count; the two take turns. What counts is the first call less the second.
 
 Graphs are made of repeated blocks of the kind that decoding has: one fp8 weight decoded, one activation
 encoded, an fp8 cache written and read, the rest moves and float arithmetic. Each size is one graph; the pass
@@ -11,6 +15,9 @@ seconds of one thread on this machine; what they show is how they grow.
 from __future__ import annotations
 
 import argparse
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from quantized_layers import Layers, step_arguments
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
@@ -119,13 +127,61 @@ def print_operations() -> None:
         )
 
 
+COMPILERS: dict[str, dict[str, Any]] = {
+    "aot_eager": {"backend": "aot_eager"},
+    "deepinfer_neuron": {"backend": "deepinfer_neuron", "options": {"base_backend": "aot_eager"}},
+}
+
+
+def compile_layers(compiler: str, count: int) -> float:
+    """CPU seconds that compiling `count` layers takes."""
+    torch.manual_seed(0)
+    keywords = COMPILERS[compiler]
+    with torch.no_grad():
+        torch.compile(lambda x: x.to(F8).float() * 2, dynamic=False, **keywords)(torch.ones(3))
+        run = torch.compile(Layers(count), fullgraph=True, dynamic=False, **keywords)
+        start = time.process_time()
+        run(*step_arguments())
+        compiled = time.process_time()
+        run(*step_arguments())
+        return compiled - start - (time.process_time() - compiled)
+
+
+def print_ratio(layers: int, rounds: int) -> None:
+    """Compile in turns, each time in a process of its own."""
+    seconds: dict[str, list[float]] = {compiler: [] for compiler in COMPILERS}
+    for _ in range(rounds):
+        for compiler, runs in seconds.items():
+            command = [sys.executable, __file__, "--layers", str(layers), "--compiler", compiler]
+            runs.append(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    ratios = [ours / theirs for theirs, ours in zip(*seconds.values(), strict=True)]
+    print(f"compiling {layers} layers of seven quantized products each, {rounds} rounds, CPU seconds")
+    for compiler, runs in seconds.items():
+        print(f"  {compiler:17} median {statistics.median(runs):6.2f}  ({min(runs):.2f} to {max(runs):.2f})")
+    print(f"  ratio             median {statistics.median(ratios):6.2f}  ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sizes", default="100,300,1000,3000,10000", help="graph nodes, separated by commas")
-    sizes = [int(size) for size in parser.parse_args().sizes.split(",")]
+    parser.add_argument("--layers", type=int, default=16, help="layers that both backends compile")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each compiles them; 0 leaves it out")
+    parser.add_argument("--compiler", choices=COMPILERS, help="compile the layers once and print the seconds")
+    options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.compiler:
+        print(compile_layers(options.compiler, options.layers))
+        return
     print(f"torch {torch.__version__}")
     print_operations()
+    if options.rounds:
+        print_ratio(options.layers, options.rounds)
+    if options.sizes:
+        print_growth([int(size) for size in options.sizes.split(",")])
+
+
+def print_growth(sizes: list[int]) -> None:
+    """Times of the pass and of AOT for graphs of several sizes."""
     measure(sizes[0])  # imports and caches
     print("  nodes   after     AOT   pass s  us/node  check s    AOT s  us/node")
     for size in sizes:

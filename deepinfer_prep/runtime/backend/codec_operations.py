@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from deepinfer_prep.runtime.backend import codecs
+from deepinfer_prep.runtime.backend.codec_recording import record
 
 _AUTOGRAD_KEYS = (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA, DispatchKey.AutogradPrivateUse1)
 """Gradients end at fp8, so that nothing is recorded for them."""
@@ -55,8 +56,7 @@ class CodecOperation(HigherOrderOperator):
         return _operation, (self._codec.__name__,)
 
     def _trace(self, mode: ProxyTorchDispatchMode, *args: Any) -> Tensor:
-        with mode:
-            return self._codec(*args)
+        return record(mode, self._codec, *args)
 
     def _unwrap(self, context: Any, *args: Any) -> Any:
         unwrapped = context.unwrap_tensors(args)

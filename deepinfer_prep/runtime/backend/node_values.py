@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,13 +17,35 @@ from deepinfer_prep.runtime.backend.byte_formats import REFUSED, carried
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 
 
-def leaves(tree: object) -> Iterator[Any]:
+_LEAF_TYPES = (Tensor, Node, torch.dtype, int, float, str, type(None))
+"""Nearly all leaves; asking pytree about each takes several times longer than the walk."""
+
+
+def leaves(tree: object) -> list[Any]:
     """Every leaf of nested arguments, those inside slices too."""
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, slice):
-            yield from (leaf.start, leaf.stop, leaf.step)
-        else:
-            yield leaf
+    found: list[Any] = []
+    _collect_leaves(tree, found)
+    return found
+
+
+def _collect_leaves(tree: object, found: list[Any]) -> None:
+    if isinstance(tree, _LEAF_TYPES):
+        found.append(tree)
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            _collect_leaves(item, found)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _collect_leaves(item, found)
+    elif isinstance(tree, slice):
+        found += (tree.start, tree.stop, tree.step)
+    else:
+        inside = pytree.tree_leaves(tree)
+        for leaf in inside:
+            if leaf is tree:
+                found.append(leaf)
+            else:
+                _collect_leaves(leaf, found)
 
 
 def holds_carried(tree: object) -> bool:
@@ -103,6 +125,8 @@ def refuse(node: Node, reason: str, *, operation: str | None = None) -> Legaliza
 
 def map_tensors(function: Callable[[Tensor], object], tree: object) -> Any:
     """Nested values with each tensor replaced, slices included."""
+    if isinstance(tree, _LEAF_TYPES):
+        return function(tree) if isinstance(tree, Tensor) else tree
 
     def apply(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
