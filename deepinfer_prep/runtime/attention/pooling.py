@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from deepinfer_prep.errors import PrepError
-from deepinfer_prep.kernels.attention_reference import compress_pool
+from deepinfer_prep.runtime.pool import compress_pool
 
 __all__ = ["compress_and_update_state_decode", "compress_and_update_state_prefill"]
 
