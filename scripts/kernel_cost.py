@@ -2,6 +2,7 @@
 
     python scripts/kernel_cost.py              # everything, as Markdown tables
     python scripts/kernel_cost.py --engines    # with the busy time of every engine
+    python scripts/kernel_cost.py --tables index,pool,fusions   # some of the tables
 
 The kernels run on the emulator without arithmetic; its record of instructions goes through the cost model in
 tests/nki_emulator/cost.py. A model, not measured on a device.
@@ -19,7 +20,11 @@ sys.path.extend(str(Path(__file__).resolve().parents[1] / part) for part in ("",
 from nki_emulator.cost import ENGINES
 
 from tests.kernels.cases import GEMMS
-from tests.kernels.models import ROWS, V41_FP4, V41_FP8, Modelled, gemm_model, hyper_connection_models
+from tests.kernels.fusions import FUSIONS, verdict
+from tests.kernels.models import HIDDEN, ROWS, V41_FP4, V41_FP8, Modelled, gemm_model, hyper_connection_models
+from tests.kernels.small_models import CONTEXTS, LATENT, index_model, norm_model, pool_model, swiglu_model
+
+TABLES = ("gemm", "hc", "norm", "pool", "index", "fusions")
 
 
 def _gemm_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, list[Modelled]]]:
@@ -33,6 +38,42 @@ def _hc_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, list[Mode
     by_tokens = [hyper_connection_models(tokens, cores) for tokens in rows]
     for name in by_tokens[0]:
         yield name, [models[name] for models in by_tokens]
+
+
+def _norm_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, list[Modelled]]]:
+    for columns in (HIDDEN, LATENT):
+        yield f"rmsnorm, d = {columns}", [norm_model(m, columns, cores) for m in rows]
+    yield "swiglu, h = 2304", [swiglu_model(m, cores=cores) for m in rows]
+
+
+def _pool_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, list[Modelled]]]:
+    for ratio in (2, 4, 128):
+        yield f"compress_pool, ratio {ratio}", [pool_model(m, ratio, cores=cores) for m in rows]
+
+
+def _index_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, list[Modelled]]]:
+    for name, tokens in CONTEXTS.items():
+        for ratio in (2, 1):
+            entries = tokens // ratio
+            yield (
+                f"index_score, one sequence | {name}, ratio {ratio}",
+                [index_model(m, entries, 1, cores) for m in rows],
+            )
+        yield f"index_score, m sequences | {name}, ratio 2", [index_model(m, tokens // 2, m, cores) for m in rows]
+
+
+def _print_fusions(rows: tuple[int, ...]) -> None:
+    print(f"| steps | {' | '.join(f'm = {m}' for m in rows)} | pays |")
+    print("|---" * (len(rows) + 2) + "|")
+    for fusion in FUSIONS:
+        verdicts = [verdict(fusion, m) for m in rows]
+        cells = []
+        for one in verdicts:
+            ways = zip(one.kernels, one.mixed, one.fused, strict=True)
+            cells.append(" / ".join(" ".join(f"{seconds * 1e6:.0f}" for seconds in column) for column in ways))
+        pays = "yes" if all(one.pays for one in verdicts) else "no"
+        print(f"| {fusion.name} | {' | '.join(cells)} | {pays} |", flush=True)
+    print()
 
 
 def _print(title: str, lines: Iterable[tuple[str, list[Modelled]]], rows: tuple[int, ...], engines: bool) -> None:
@@ -50,13 +91,22 @@ def _print(title: str, lines: Iterable[tuple[str, list[Modelled]]], rows: tuple[
 @click.option("--rows", default=",".join(map(str, ROWS)), show_default=True, help="Rows of x (tokens), by commas.")
 @click.option("--cores", type=click.IntRange(1, 2), default=2, show_default=True)
 @click.option("--engines", is_flag=True, help="Also print the busy time of every engine, in microseconds.")
-def main(rows: str, cores: int, engines: bool) -> None:
+@click.option("--tables", default=",".join(TABLES), show_default=True, help="Which tables, by commas.")
+def main(rows: str, cores: int, engines: bool, tables: str) -> None:
     """Print modelled microseconds, their ratio to the floor that memory sets, and what bounds each kernel."""
     counts = tuple(int(m) for m in rows.split(","))
     print(f"Model, not measured on a device. {cores} core(s). Microseconds (ratio to the floor, what bounds it),")
     print("with the published figures at their best / with what they leave open at its worst.\n")
-    _print("kernel | weight | floor", _gemm_rows(counts, cores), counts, engines)
-    _print("kernel", _hc_rows(counts, cores), counts, engines)
+    makers = {"gemm": _gemm_rows, "hc": _hc_rows, "norm": _norm_rows, "pool": _pool_rows, "index": _index_rows}
+    titles = {"gemm": "kernel | weight | floor", "index": "kernel | context"}
+    for table in tables.split(","):
+        if table == "fusions":
+            print(
+                "Kernels for all steps, kernels only where torch has none, one kernel; each with its calls, two cores."
+            )
+            _print_fusions(counts)
+        else:
+            _print(titles.get(table, "kernel"), makers[table](counts, cores), counts, engines)
 
 
 if __name__ == "__main__":

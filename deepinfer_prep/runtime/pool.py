@@ -1,5 +1,6 @@
-"""The compressor's pool: a kernel on a Neuron device, the same in torch elsewhere.
+"""The compressor's pool: a kernel on a Neuron device, the same in torch elsewhere and in compiled graphs.
 
+Inside a compiled graph a call of a kernel costs many times what a compiler makes of the same in torch.
 `DEEPINFER_NEURON_NKI_ATTN=0` turns the kernel off.
 """
 
@@ -17,9 +18,12 @@ _MOST_MEMBERS = 128
 
 
 def compress_pool_supported(score: torch.Tensor) -> bool:
-    """Whether the kernel pools: fp32 on a Neuron device, groups of at most 128 tokens, kernels not turned off."""
+    """Whether the kernel pools: fp32 on a Neuron device, groups of at most 128 tokens, kernels not turned off.
+
+    Never while a graph is compiled.
+    """
     fits = score.dtype == torch.float32 and score.numel() > 0 and score.shape[-2] <= _MOST_MEMBERS
-    return fits and neuron.holds(score) and kernel_launch.attention_kernels()
+    return fits and neuron.holds(score) and not torch.compiler.is_compiling() and kernel_launch.attention_kernels()
 
 
 def compress_pool(score: torch.Tensor, latent: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +65,8 @@ def gemm_model(gemm: Gemm, m: int, n: int, k: int, cores: int = 2) -> Modelled:
     dtype = "uint8" if gemm.scale_bytes else "float32"
     weights = TensorSpec((n, k // gemm.codes_per_byte), "uint8")
     scale = TensorSpec((-(-n // rows), k // columns), dtype)
-    costs = _model(gemm.kernel(cores), [TensorSpec((m, k), "bfloat16"), weights, scale], cores)
-    return Modelled(*costs, hbm_floor(n * k // gemm.codes_per_byte, cores))
+    arguments = [TensorSpec((m, k), "bfloat16"), weights, scale]
+    return kernel_model(gemm.kernel(cores), arguments, n * k // gemm.codes_per_byte, cores)
 
 
 def hyper_connection_models(tokens: int, cores: int = 2) -> dict[str, Modelled]:
@@ -84,12 +85,13 @@ def hyper_connection_models(tokens: int, cores: int = 2) -> dict[str, Modelled]:
     for name, (kernel, specs, rows_moved) in calls.items():
         size = 2 * rows_moved * tokens * HIDDEN + (2 * 2 * LOGITS * STREAMS * HIDDEN if name == "hc_mixes" else 0)
         arguments = [TensorSpec(shape, dtype) for shape, dtype in specs]
-        result[name] = Modelled(*_model(kernel, arguments, cores), hbm_floor(size, cores))
+        result[name] = kernel_model(kernel, arguments, size, cores)
     return result
 
 
-def _model(kernel: Any, arguments: list[TensorSpec], cores: int) -> tuple[KernelCost, KernelCost]:
+def kernel_model(kernel: Any, arguments: Sequence[TensorSpec | int], size: int, cores: int) -> Modelled:
+    """Any kernel. The floor is the time to move `size` bytes once."""
     options = Options(arithmetic=False)
     instructions = run(kernel, *arguments, grid=cores, options=options).instructions
     assert instructions is not None, "the simulator keeps no record: uninstall AWS's nki to model costs"
-    return kernel_cost(instructions), kernel_cost(instructions, PESSIMISTIC)
+    return Modelled(kernel_cost(instructions), kernel_cost(instructions, PESSIMISTIC), hbm_floor(size, cores))

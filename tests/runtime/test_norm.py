@@ -54,3 +54,12 @@ def test_only_the_baked_constants_are_supported(fake_neuron: FakeNeuron) -> None
     assert not norm.rmsnorm_supported(X.new_empty(1, 8193), 1e-20)
     assert norm.swiglu_supported(X, 10.0)
     assert not norm.swiglu_supported(X, 7.0)
+
+
+def test_a_compiled_graph_leaves_it_to_its_compiler(fake_neuron: FakeNeuron) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return norm.rmsnorm(x, W) + norm.swiglu(x, x)
+
+    found = torch.compile(step, backend="aot_eager", fullgraph=True)(X)
+    assert fake_neuron.calls == []
+    torch.testing.assert_close(found, step(X), rtol=2**-6, atol=2**-6)

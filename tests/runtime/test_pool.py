@@ -44,3 +44,12 @@ def test_what_does_not_suit_the_kernel_stays_in_torch(
         monkeypatch.setenv("DEEPINFER_NEURON_NKI_ATTN", "0")
     assert pool.compress_pool(score, score).shape == (*score.shape[:-2], 128)
     assert fake_neuron.calls == []
+
+
+def test_a_compiled_graph_leaves_it_to_its_compiler(fake_neuron: FakeNeuron) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return pool.compress_pool(x, LATENT)
+
+    found = torch.compile(step, backend="aot_eager", fullgraph=True)(SCORE)
+    assert fake_neuron.calls == []
+    torch.testing.assert_close(found, step(SCORE), rtol=2**-6, atol=2**-6)

@@ -1,0 +1,75 @@
+"""Norm, SwiGLU, pool and index kernels on DeepSeek-V4.1's shapes through the cost model.
+
+The floor of each is the time to move what it reads and writes once.
+"""
+
+from __future__ import annotations
+
+from nki_emulator import TensorSpec, installed
+from nki_emulator.cost import ENGINES, KernelCost, ProgramCost, hbm_floor
+
+from tests.kernels.models import HIDDEN, Modelled, kernel_model
+
+with installed():
+    from deepinfer_prep.kernels import compress_pool, index_score, rmsnorm, swiglu
+
+INTER = 2304
+LATENT = 512
+HEADS, HEAD_DIM = 32, 128
+LONG = 32768
+"""Entries after which an index kernel's work repeats, on one core or two: a multiple of what it loads at a time."""
+
+CONTEXTS = {"8k": 8192, "128k": 131072, "1M": 1048576}
+"""Tokens of context: at ratio 1 as many entries, at ratio 2 half of them."""
+
+
+def norm_model(tokens: int, columns: int = HIDDEN, cores: int = 2) -> Modelled:
+    """RMS norm of `tokens` rows."""
+    x, weight = TensorSpec((tokens, columns), "bfloat16"), TensorSpec((columns,), "bfloat16")
+    return kernel_model(rmsnorm.kernel, [x, weight], 4 * tokens * columns, cores)
+
+
+def swiglu_model(tokens: int, columns: int = INTER, cores: int = 2) -> Modelled:
+    """SwiGLU between an expert's projections."""
+    gate = TensorSpec((tokens, columns), "bfloat16")
+    return kernel_model(swiglu.kernel, [gate, gate], 6 * tokens * columns, cores)
+
+
+def pool_model(groups: int, ratio: int = 2, columns: int = LATENT, cores: int = 2) -> Modelled:
+    """The pool of `groups` groups."""
+    score = TensorSpec((groups, ratio, columns), "float32")
+    return kernel_model(compress_pool.kernel, [score, score], groups * columns * (8 * ratio + 2), cores)
+
+
+def index_model(tokens: int, entries: int, sequences: int = 1, cores: int = 2) -> Modelled:
+    """Index scores of `tokens` queries, equally many of each sequence, over `entries` entries of each.
+
+    A kernel does the same for every sequence and every LONG entries: of large ones two small ones are modelled, and
+    the line through them.
+    """
+    size = 2 * sequences * HEAD_DIM * entries + 4 * tokens * entries
+    if sequences > 2:
+        each = tokens // sequences
+        ends = index_model(each, entries, 1, cores), index_model(2 * each, entries, 2, cores)
+        return _on_line(*ends, sequences - 1, hbm_floor(size, cores))
+    if entries > 2 * LONG:
+        ends = index_model(tokens, LONG, sequences, cores), index_model(tokens, 2 * LONG, sequences, cores)
+        return _on_line(*ends, entries // LONG - 1, hbm_floor(size, cores))
+    q, weights = TensorSpec((tokens, HEADS, HEAD_DIM), "bfloat16"), TensorSpec((tokens, HEADS), "float32")
+    keys = TensorSpec((sequences, HEAD_DIM, entries), "bfloat16")
+    return kernel_model(index_score.kernel, [q, keys, weights, TensorSpec((tokens,), "int32"), entries], size, cores)
+
+
+def _on_line(first: Modelled, second: Modelled, steps: int, floor: float) -> Modelled:
+    """`steps` times the difference of two models beyond the first, engine by engine."""
+
+    def extended(one: KernelCost, two: KernelCost) -> KernelCost:
+        pairs = zip(one.programs, two.programs, strict=True)
+        return KernelCost(
+            tuple(
+                ProgramCost({name: a.seconds[name] + steps * (b.seconds[name] - a.seconds[name]) for name in ENGINES})
+                for a, b in pairs
+            )
+        )
+
+    return Modelled(extended(first.cost, second.cost), extended(first.pessimistic, second.pessimistic), floor)
