@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from deepinfer_prep._version import __version__
+from deepinfer_prep.engines.engine import Engine
+from deepinfer_prep.engines.threads import Threads
 from deepinfer_prep.errors import RefusedError, list_some
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.files.container import Location
-from deepinfer_prep.files.storage import FileState, Place, Readable
+from deepinfer_prep.files.storage import FileState, Place, Readable, absolute
 from deepinfer_prep.manifest import Counts, FileRecord, Manifest, WeightRecord
 from deepinfer_prep.naming import SIDECAR_INDEX
 from deepinfer_prep.options import Options
@@ -69,6 +71,7 @@ def convert_checkpoint(
     chunk_size: int = DEFAULT_CHUNK_BYTES,
     overwrite: bool = False,
     follow_links: bool = False,
+    engine: Engine | None = None,
     progress: ProgressCallback | None = None,
 ) -> ConversionResult:
     """Convert a checkpoint (a folder, or one .safetensors file) into the folder `output`.
@@ -84,6 +87,8 @@ def convert_checkpoint(
         chunk_size: bytes that a thread reads at once.
         overwrite: replace an output, or safetensors files, that `output` holds already.
         follow_links: also take files of the source that are links out of its folder.
+        engine: what computes and writes the segments, such as `engines.ray_engine.connect`; defaults to `workers`
+            threads.
         progress: called from this thread with the bytes done.
 
     Raises:
@@ -93,6 +98,8 @@ def convert_checkpoint(
     """
     started = time.monotonic()
     source, output = to_place(source), to_place(output)
+    if engine is not None and engine.is_remote:
+        source, output = absolute(source), absolute(output)
     target = open_target(output)
     plan = _plan(source, target, options or Options(), overwrite, follow_links)
     workers = workers or default_workers(source, output)
@@ -102,7 +109,7 @@ def convert_checkpoint(
     with target.hold(_identity(plan), plan.files, overwrite) as run:
         manifest, resumed = run.resume_publication(workers, chunk_size, progress), plan.output_bytes
         if manifest is None:
-            manifest, resumed = _write_all(plan, run, workers, chunk_size, progress)
+            manifest, resumed = _write_all(plan, run, engine or Threads(workers), chunk_size, progress)
         run.publish(manifest)
     return _result(plan, output, manifest, resumed, warnings + run.warnings, time.monotonic() - started)
 
@@ -176,10 +183,10 @@ def _listed(nan_tensors: Mapping[str, int]) -> str:
 
 
 def _write_all(
-    plan: Plan, run: Run, workers: int, chunk_size: int, progress: ProgressCallback | None
+    plan: Plan, run: Run, engine: Engine, chunk_size: int, progress: ProgressCallback | None
 ) -> tuple[Manifest, int]:
     execution = Execution(plan.files, run)
-    execution.execute(workers, chunk_size, Meter(progress, "convert", plan.output_bytes))
+    execution.execute(engine, chunk_size, Meter(progress, "convert", plan.output_bytes))
     places = [run.written(file) for file in plan.files]
     contents = sidecar.choose_contents(plan, lambda name: _location(plan, places, name))
     names, records = _write_sidecar(run, contents)

@@ -11,25 +11,27 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from deepinfer_prep.checking.findings import Difference, Findings
 from deepinfer_prep.checking.records import compare_counts, compare_with_source
 from deepinfer_prep.checking.scales import check_scales
-from deepinfer_prep.checking.segments import LaidOut, SegmentCheck, SegmentFindings, check_segment
+from deepinfer_prep.checking.segments import CheckSegment, FileChecks, LaidOut, SegmentFindings
 from deepinfer_prep.checking.sidecar import check_sidecar
 from deepinfer_prep.checking.structure import OpenOutput, check_output, is_readable
+from deepinfer_prep.engines.engine import Engine
+from deepinfer_prep.engines.threads import Threads
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.files.bands import BandedWeight
 from deepinfer_prep.files.checkpoint import Checkpoint, open_checkpoint
-from deepinfer_prep.files.segments import segments
-from deepinfer_prep.files.storage import FileState, Place
+from deepinfer_prep.files.storage import FileState, Place, absolute
 from deepinfer_prep.manifest import Manifest, read_manifest
 from deepinfer_prep.naming import MANIFEST_NAME, MARKER
 from deepinfer_prep.options import Options
 from deepinfer_prep.planning.plan import OutputFile, Plan, plan_conversion
 from deepinfer_prep.remote.places import to_place
-from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, default_workers, run_parallel
+from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, default_workers
 from deepinfer_prep.writing.output_bytes import Tally
 
 
@@ -67,11 +69,13 @@ def verify_checkpoint(
     workers: int | None = None,
     chunk_size: int = DEFAULT_CHUNK_BYTES,
     follow_links: bool = False,
+    engine: Engine | None = None,
     progress: ProgressCallback | None = None,
 ) -> VerificationResult:
     """Verify a finished output; with `source`, recompute every byte of it as well.
 
-    Memory is `workers` x `chunk_size` bytes of buffers, whatever the model's size.
+    Memory is `workers` x `chunk_size` bytes of buffers, whatever the model's size. An `engine` such as that of
+    `engines.ray_engine.connect` reads the segments in place of `workers` threads.
 
     Raises:
         ManifestError: `output` is not a finished output, or one of another format version.
@@ -79,7 +83,8 @@ def verify_checkpoint(
     """
     started = time.monotonic()
     output, source = to_place(output), None if source is None else to_place(source)
-    workers = workers or default_workers(output, source)
+    if engine is not None and engine.is_remote:
+        output, source = absolute(output), None if source is None else absolute(source)
     manifest = read_manifest(output)
     original = None if source is None else _open_original(source, follow_links)
     findings = Findings()
@@ -89,7 +94,8 @@ def verify_checkpoint(
     plan = None
     if original is not None:
         plan = plan_conversion(original, _options(manifest), manifest.tool_version)
-    nan_codes = _check_segments(opened, manifest, plan, findings, workers, chunk_size, progress)
+    engine = engine or Threads(workers or default_workers(output, source))
+    nan_codes = _check_segments(opened, manifest, plan, findings, engine, chunk_size, progress)
     for difference in check_scales(opened, manifest):
         findings.add(difference)
     for difference in check_sidecar(opened, manifest):
@@ -147,15 +153,24 @@ def _check_segments(
     manifest: Manifest,
     plan: Plan | None,
     findings: Findings,
-    workers: int,
+    engine: Engine,
     chunk_size: int,
     progress: ProgressCallback | None,
 ) -> int:
-    checks = list(_segment_checks(opened, manifest, plan))
-    meter = Meter(progress, "verify", sum(check.nbytes for check in checks))
+    files = dict(_file_checks(opened, manifest, plan))
+    halved = (record.tensor(name) for name, record in manifest.weights.items() if record.element == "e4m3")
+    laid_out = {
+        record.tensor(name): LaidOut(name, BandedWeight(record.layout.shape, record.element))
+        for name, record in manifest.weights.items()
+        if record.layout is not None
+    }
+    work = CheckSegment(files, frozenset({*halved, *manifest.unscaled}), laid_out)
+    meter = Meter(progress, "verify", sum(file.state.size for file in files.values()))
     nan_codes: Counter[str] = Counter()
     total = Tally()
-    for found in run_parallel(checks, check_segment, workers, chunk_size):
+    count = sum(len(file.digests) for file in files.values())
+    items = [chain.from_iterable(file.segments(name) for name, file in files.items())]
+    for found in engine.run(work, items, count, chunk_size):
         meter.add(found.nbytes)
         nan_codes.update(found.nan_codes)
         total.add(found.source)
@@ -176,22 +191,13 @@ def _add_segment(findings: Findings, found: SegmentFindings) -> None:
         findings.add(difference, count)
 
 
-def _segment_checks(opened: OpenOutput, manifest: Manifest, plan: Plan | None) -> Iterator[SegmentCheck]:
+def _file_checks(opened: OpenOutput, manifest: Manifest, plan: Plan | None) -> Iterator[tuple[str, FileChecks]]:
     planned: Mapping[str, OutputFile] = {file.name: file for file in plan.files} if plan is not None else {}
-    halved = (record.tensor(name) for name, record in manifest.weights.items() if record.element == "e4m3")
-    fp8_names = frozenset({*halved, *manifest.unscaled})
-    laid_out = {
-        record.tensor(name): LaidOut(name, BandedWeight(record.layout.shape, record.element))
-        for name, record in manifest.weights.items()
-        if record.layout is not None
-    }
     for name, record in manifest.files.items():
         path = opened.folder / name
-        if not is_readable(opened.folder, name) or FileState.of(path).size != record.size:
+        if not is_readable(opened.folder, name) or (state := FileState.of(path)).size != record.size:
             continue
         expected = planned.get(name)
         if expected is not None and expected.size != record.size:
             expected = None
-        shard = opened.shards.get(name)
-        for number, (start, end) in enumerate(segments(record.size)):
-            yield SegmentCheck(name, path, start, end, record.digests[number], shard, fp8_names, laid_out, expected)
+        yield name, FileChecks(path, state, record.digests, opened.shards.get(name), expected)

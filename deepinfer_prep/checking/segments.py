@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import stringzilla
@@ -16,7 +18,8 @@ from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.files.bands import BandedWeight
 from deepinfer_prep.files.checkpoint import Shard
 from deepinfer_prep.files.container import TensorInfo, tensor_position
-from deepinfer_prep.files.storage import Place, Reader, open_reader
+from deepinfer_prep.files.segments import segments
+from deepinfer_prep.files.storage import FileState, Place, Reader, check_same_here, open_reader
 from deepinfer_prep.planning.plan import OutputFile
 from deepinfer_prep.quantized import DTYPES
 from deepinfer_prep.writing.output_bytes import Tally, output_chunks
@@ -50,6 +53,71 @@ class SegmentCheck:
     def nbytes(self) -> int:
         """Bytes of the segment."""
         return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class FileChecks:
+    """What all segments of one output file are checked against; fields as those of `SegmentCheck`."""
+
+    path: Place
+    state: FileState
+    digests: tuple[str, ...]
+    shard: Shard | None
+    expected: OutputFile | None
+
+    def segments(self, name: str) -> Iterator[SegmentItem]:
+        """The file's work."""
+        for number, (start, end) in enumerate(segments(self.state.size)):
+            yield SegmentItem(name, number, start, end)
+
+
+class SegmentItem(NamedTuple):
+    """Segment `number` of a file, its bytes start..end."""
+
+    name: str
+    number: int
+    start: int
+    end: int
+
+
+class CheckSegment:
+    """Checks a segment: the `Work` of a verification."""
+
+    def __init__(
+        self, files: Mapping[str, FileChecks], fp8_names: frozenset[str], laid_out: Mapping[str, LaidOut]
+    ) -> None:
+        self._files = files
+        self._fp8_names = fp8_names
+        self._laid_out = laid_out
+
+    def check(self) -> None:
+        """Make sure that this process sees the same output and source; of a store, its first file is asked for.
+
+        Raises:
+            PrepError, OSError: it does not.
+        """
+        outputs = [(file.path, file.state) for file in self._files.values()]
+        expected = [file.expected for file in self._files.values() if file.expected is not None]
+        for places in (outputs, [(file.source, file.state) for file in expected]):
+            for number, (place, state) in enumerate(places):
+                if number == 0 or isinstance(place, Path):
+                    check_same_here(place, state)
+
+    def __call__(self, item: SegmentItem, buffer: fp8.U8) -> SegmentFindings:
+        """Check one segment."""
+        file = self._files[item.name]
+        check = SegmentCheck(
+            name=item.name,
+            path=file.path,
+            start=item.start,
+            end=item.end,
+            digest=file.digests[item.number],
+            shard=file.shard,
+            fp8=self._fp8_names,
+            laid_out=self._laid_out,
+            expected=file.expected,
+        )
+        return check_segment(check, buffer)
 
 
 @dataclass(slots=True)

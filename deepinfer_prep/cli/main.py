@@ -23,6 +23,7 @@ from deepinfer_prep.cli.console import (
 from deepinfer_prep.cli.printable import printable
 
 if TYPE_CHECKING:
+    from deepinfer_prep.engines import EngineName
     from deepinfer_prep.files.storage import Place
     from deepinfer_prep.options import ActivationScaleRule, ImplausibleRule, Options, UnscaledRule, WeightOrder
 
@@ -64,6 +65,18 @@ def _examples(text: str) -> str:
 
 _workers = click.option(
     "--workers", type=click.IntRange(1, 256), help="Threads. Default: twice the processors, at most 8; 12 with a store."
+)
+_engine = click.option(
+    "--engine",
+    type=click.Choice(["threads", "ray"]),
+    default="threads",
+    show_default=True,
+    help="What computes: threads of this process, or the nodes of a Ray cluster (--workers: threads of each task).",
+)
+_ray_address = click.option(
+    "--ray-address",
+    metavar="HOST:PORT",
+    help="Head node of the Ray cluster. Default: RAY_ADDRESS, else the cluster that this machine is part of.",
 )
 _chunk_size = click.option(
     "--chunk-size",
@@ -271,7 +284,8 @@ def inspect(
         "  deepinfer-prep convert DeepSeek-V4.1-Flash OUT --dry-run\n"
         "  deepinfer-prep convert DeepSeek-V4-Flash OUT --split '*hc_head_fn'\n"
         "  deepinfer-prep convert DeepSeek-V4.1-Flash OUT --layout kernel\n"
-        "  deepinfer-prep convert model.safetensors OUT --workers 4 --chunk-size 16MiB --report report.json"
+        "  deepinfer-prep convert model.safetensors OUT --workers 4 --chunk-size 16MiB --report report.json\n"
+        "  deepinfer-prep convert s3://models/V4.1 s3://models/V4.1-neuron --engine ray --ray-address head:6379"
     ),
 )
 @click.argument("checkpoint", type=_PLACE)
@@ -281,6 +295,8 @@ def inspect(
 @_strict
 @_plan_options
 @_follow_links
+@_engine
+@_ray_address
 @_workers
 @_chunk_size
 @_report
@@ -293,6 +309,8 @@ def convert(
     overwrite: bool,
     options: Options,
     follow_links: bool,
+    engine: EngineName,
+    ray_address: str | None,
     workers: int | None,
     chunk_size: int,
     report: Path | None,
@@ -311,17 +329,20 @@ def convert(
     with reported_errors(as_json, _RESUMABLE), progress_display(quiet) as progress:
         from deepinfer_prep.cli.render import conversion_text
         from deepinfer_prep.convert import convert_checkpoint
+        from deepinfer_prep.engines import open_engine
 
-        result = convert_checkpoint(
-            checkpoint,
-            out,
-            options=options,
-            workers=workers,
-            chunk_size=chunk_size,
-            overwrite=overwrite,
-            follow_links=follow_links,
-            progress=progress,
-        )
+        with open_engine(engine, ray_address, workers) as opened:
+            result = convert_checkpoint(
+                checkpoint,
+                out,
+                options=options,
+                workers=workers,
+                chunk_size=chunk_size,
+                overwrite=overwrite,
+                follow_links=follow_links,
+                engine=opened,
+                progress=progress,
+            )
     emit(result, conversion_text, as_json, report)
 
 
@@ -353,12 +374,15 @@ def _dry_run(
     short_help="Prove that an output is complete and correct.",
     epilog=_examples(
         "  deepinfer-prep verify DeepSeek-V4.1-Flash-neuron\n"
-        "  deepinfer-prep verify DeepSeek-V4.1-Flash-neuron --source DeepSeek-V4.1-Flash"
+        "  deepinfer-prep verify DeepSeek-V4.1-Flash-neuron --source DeepSeek-V4.1-Flash\n"
+        "  deepinfer-prep verify /shared/V4.1-neuron --source /shared/V4.1 --engine ray"
     ),
 )
 @click.argument("out", type=_PLACE)
 @click.option("--source", type=_PLACE, help="The checkpoint it was converted from: recompute every byte.")
 @_follow_links
+@_engine
+@_ray_address
 @_workers
 @_chunk_size
 @_report
@@ -368,6 +392,8 @@ def verify(
     out: Place,
     source: Place | None,
     follow_links: bool,
+    engine: EngineName,
+    ray_address: str | None,
     workers: int | None,
     chunk_size: int,
     report: Path | None,
@@ -378,11 +404,19 @@ def verify(
     check_report(report, as_json, out, *([source] if source is not None else []))
     with reported_errors(as_json), progress_display(quiet) as progress:
         from deepinfer_prep.cli.render import verification_text
+        from deepinfer_prep.engines import open_engine
         from deepinfer_prep.verify import verify_checkpoint
 
-        result = verify_checkpoint(
-            out, source=source, workers=workers, chunk_size=chunk_size, follow_links=follow_links, progress=progress
-        )
+        with open_engine(engine, ray_address, workers) as opened:
+            result = verify_checkpoint(
+                out,
+                source=source,
+                workers=workers,
+                chunk_size=chunk_size,
+                follow_links=follow_links,
+                engine=opened,
+                progress=progress,
+            )
     emit(result, verification_text, as_json, report)
     if not result.ok:
         raise SystemExit(EXIT_FAILED)

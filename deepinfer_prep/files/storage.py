@@ -73,6 +73,23 @@ class FileState:
         return (self.size, self.version) if self.version else (self.size, self.modified_ns)
 
 
+def check_same_here(place: Place, planned: FileState) -> FileState:
+    """The state of a file as this machine sees it, which may number inodes otherwise than the one that planned.
+
+    Raises:
+        PrepError: it is another file.
+        OSError: it is not there, or cannot be reached.
+    """
+    found = FileState.now(place)
+    if found.marks != planned.marks:
+        raise PrepError(
+            f"{place} is another file here: {found.size:,} bytes instead of {planned.size:,}, or written at another "
+            "time. Every machine has to see the same files under the same paths.",
+            code="file-differs",
+        )
+    return found
+
+
 class Reader(Protocol):
     """Reads byte ranges of one file into buffers that the caller owns; for one thread at a time."""
 
@@ -174,6 +191,11 @@ class StoredPlace(Readable):
 
 Place = Path | StoredPlace
 """Where a file or folder lies."""
+
+
+def absolute(place: Place) -> Place:
+    """The place by a name that means the same in every working directory."""
+    return Path(os.path.abspath(place)) if isinstance(place, Path) else place
 
 
 def open_reader(place: Path | Readable) -> Reader:

@@ -6,8 +6,7 @@ upload, which publication completes: until then the store shows nothing of it.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,23 +14,19 @@ import numpy as np
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError, ManifestError, RefusedError, list_some
-from deepinfer_prep.files import segments
 from deepinfer_prep.files.digests import SegmentDigests
 from deepinfer_prep.files.storage import Place, StoredPlace
 from deepinfer_prep.manifest import FileRecord, Manifest, parse_manifest
 from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, SHARD_SUFFIX, SIDECAR_FOLDER
 from deepinfer_prep.planning.plan import OutputFile
-from deepinfer_prep.remote import checksums
 from deepinfer_prep.remote.s3 import S3Store, client
 from deepinfer_prep.remote.s3_workspace import ROOT, RUN_KEY, S3Workspace, Stored, in_parallel
+from deepinfer_prep.remote.s3_writer import S3Writer, block_bytes, is_small
 from deepinfer_prep.remote.tree import RemotePath
 from deepinfer_prep.workers import ProgressCallback
 from deepinfer_prep.writing.computed_bytes import ComputedBytes
 from deepinfer_prep.writing.journal import SegmentDone, is_same_run
-from deepinfer_prep.writing.target import Block, Chunks, blocks
-
-MOST_PARTS = 10_000
-"""Parts of an upload, by the rules of S3."""
+from deepinfer_prep.writing.target import blocks
 
 
 class S3Target:
@@ -109,11 +104,8 @@ class S3Run:
     def __init__(self, place: Place, workspace: S3Workspace) -> None:
         self._place = place
         self._workspace = workspace
-        self._earlier: dict[tuple[str, int], tuple[SegmentDone, str]] = {}
+        self.writer = S3Writer(workspace)
         self._small: dict[str, Stored] = {}
-        self._uploads: dict[str, _Upload] = {}
-        self._stored: dict[tuple[str, int], Stored] = {}
-        self._lock = threading.Lock()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -138,8 +130,8 @@ class S3Run:
     def _is_there(self, name: str, record: FileRecord) -> bool:
         if name in self._small and self._small[name].size == record.size:
             return True
-        if record.size > self.block_bytes(record.size):
-            parts = self._upload(name, start=False).parts
+        if not is_small(record.size):
+            parts = self.writer.upload(name, start=False).parts
             if sum(part.size for part in parts.values()) == record.size:
                 return True
         return self._is_published(name, record.size)
@@ -153,98 +145,29 @@ class S3Run:
 
     def read_done(self) -> dict[tuple[str, int], SegmentDone]:
         """What the journals of equal runs say."""
-        self._earlier = self._workspace.read_journal()
-        self._small = self._workspace.small_files()
-        return {key: done for key, (done, _) in self._earlier.items()}
+        return self._workspace.read_journal()
 
     def block_bytes(self, size: int) -> int:
-        """One segment; more where the file would have too many parts."""
-        return segments.SEGMENT_BYTES * max(1, -(-size // (segments.SEGMENT_BYTES * MOST_PARTS)))
+        """One part."""
+        return block_bytes(size)
 
-    def buffer_bytes(self, chunk_size: int, sizes: Iterable[int]) -> int:
-        """A part is sent as a whole."""
-        return max([chunk_size, *(min(self.block_bytes(size), size) for size in sizes)])
+    def share(self) -> S3Writer:
+        """The same writer: nothing of it is bound to a process."""
+        return self.writer
 
-    def is_intact(self, block: Block, earlier: Sequence[SegmentDone], buffer: fp8.U8) -> bool:
-        """Whether the store lists the part or object with the ETag that the journal states."""
-        found = self._found(block)
-        etag = self._earlier[block.name, block.first][1]
-        return found is not None and (found.size, found.etag) == (block.nbytes, etag)
-
-    def _found(self, block: Block) -> Stored | None:
-        if self._is_small(block):
-            return self._small.get(block.name)
-        return self._upload(block.name).parts.get(self._part(block))
-
-    def put(self, block: Block, chunks: Chunks) -> None:
-        """Send a block, unless the store has it already from a run that was killed before it could record it."""
-        data = _joined(chunks, block.nbytes)
-        found = self._found(block)
-        if found is None or found.size != len(data) or not checksums.has_etag(data, found.etag):
-            found = self._send(block, data)
-        with self._lock:
-            for number in block.segments:
-                self._stored[block.name, number] = found
-
-    def _send(self, block: Block, data: memoryview) -> Stored:
-        if self._is_small(block):
-            return self._workspace.put_small(block.name, data)
-        upload, store = self._upload(block.name), self._workspace.store
-        checks = checksums.arguments(data, self._workspace.knows_crc64)
-        try:
-            with store.explained("UploadPart", block.name):
-                answer = client().upload_part(
-                    Bucket=store.bucket,
-                    Key=store.prefix + block.name,
-                    UploadId=upload.upload,
-                    PartNumber=self._part(block),
-                    Body=checksums.Body(data),
-                    ContentLength=len(data),
-                    **checks,
-                )
-        except FileNotFoundError:
-            raise ConversionError(
-                f"{self._place}: the upload of {block.name} is gone: another run of the same conversion has published "
-                "it, or somebody aborted it. Run the command again.",
-                code="vanished",
-            ) from None
-        stored = Stored(len(data), answer["ETag"])
-        upload.parts[self._part(block)] = stored
-        return stored
-
-    def _is_small(self, block: Block) -> bool:
-        return block.size <= self.block_bytes(block.size)
-
-    def _part(self, block: Block) -> int:
-        return block.start // self.block_bytes(block.size) + 1
-
-    def _upload(self, name: str, start: bool = True) -> _Upload:
-        with self._lock:
-            upload = self._uploads.setdefault(name, _Upload())
-        with upload.lock:
-            if not upload.upload:
-                upload.open(self._workspace, name, start)
-        return upload
-
-    def commit(self, names: Collection[str], done: Sequence[SegmentDone]) -> None:
-        """Add an object to the journal; the data is durable already."""
+    def record(self, done: Sequence[SegmentDone]) -> None:
+        """Add an object to the journal."""
         if done:
-            self._workspace.record(done, self._stored)
-
-    def close_file(self, name: str) -> None:
-        """Nothing is open."""
-
-    def abandon(self) -> None:
-        """Nothing is open."""
+            self._workspace.record(done)
 
     def put_file(self, name: str, size: int, chunks: Iterable[fp8.U8]) -> FileRecord:
         """Send a whole file, a block at a time."""
         digests, source = SegmentDigests(), iter(chunks)
         rest: fp8.U8 = np.empty(0, dtype=np.uint8)
-        for block in blocks(name, size, self.block_bytes(size)):
+        for block in blocks(name, size, block_bytes(size)):
             data, rest = _fill(rest, source, block.nbytes)
             digests.update(data)
-            self.put(block, iter([(block.start, data)]))
+            self.writer.put(block, iter([(block.start, data)]))
         return FileRecord(size, digests.digests())
 
     def written(self, file: OutputFile) -> ComputedBytes:
@@ -284,13 +207,13 @@ class S3Run:
         return name in manifest.files and self._is_published(name, manifest.files[name].size)
 
     def _publish_file(self, name: str, size: int) -> None:
-        if size <= self.block_bytes(size):
+        if is_small(size):
             try:
                 self._workspace.copy_small(name)
             except FileNotFoundError:
                 self._require_published(name, size)
             return
-        upload, store = self._upload(name, start=False), self._workspace.store
+        upload, store = self.writer.upload(name, start=False), self._workspace.store
         if sum(part.size for part in upload.parts.values()) != size:
             self._require_published(name, size)
             return
@@ -313,35 +236,6 @@ class S3Run:
                 "aborted, or its parts were removed. Run the command again.",
                 code="vanished",
             )
-
-
-class _Upload:
-    """The multipart upload of one file: its id and the parts that the store has."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.upload = ""
-        self.parts: dict[int, Stored] = {}
-
-    def open(self, workspace: S3Workspace, name: str, start: bool) -> None:
-        """Find the upload that a run began, with its parts; begin one where there is none and `start` says so."""
-        upload = workspace.find_upload(name)
-        parts = None if upload is None else workspace.list_parts(name, upload)
-        if parts is None and start:
-            upload = workspace.start_upload(name) if upload is None else workspace.restart_upload(name)
-            parts = workspace.list_parts(name, upload)
-        if upload is not None and parts is not None:
-            self.upload, self.parts = upload, parts
-
-
-def _joined(chunks: Chunks, size: int) -> memoryview:
-    """All bytes of a block; without a copy where they come in one piece, as from a buffer of `buffer_bytes`."""
-    pieces = bytearray()
-    for _, chunk in chunks:
-        if chunk.size == size:
-            return chunk.data
-        pieces += chunk.data
-    return memoryview(pieces)
 
 
 def _fill(rest: fp8.U8, source: Iterator[fp8.U8], size: int) -> tuple[fp8.U8, fp8.U8]:

@@ -236,24 +236,21 @@ class S3Workspace:
 
     # -- journal and small files
 
-    def record(self, done: Sequence[SegmentDone], stored: Mapping[tuple[str, int], Stored]) -> None:
-        """Append segments to the journal, each with what the store calls its bytes."""
-        lines = b"".join(
-            json.dumps({**encode_segment(item), "etag": stored[item.file, item.segment].etag}).encode() + b"\n"
-            for item in done
-        )
+    def record(self, done: Sequence[SegmentDone]) -> None:
+        """Append segments to the journal."""
+        lines = b"".join(json.dumps(encode_segment(item)).encode() + b"\n" for item in done)
         self._entries += 1
         self.put_object(f"{_JOURNAL}{self._process}-{self._entries:08}", memoryview(lines))
 
-    def read_journal(self) -> dict[tuple[str, int], tuple[SegmentDone, str]]:
-        """What equal runs have recorded, each segment with its ETag."""
+    def read_journal(self) -> dict[tuple[str, int], SegmentDone]:
+        """What equal runs have recorded."""
         names = [name for name, _ in self.store.list_below(_JOURNAL)]
-        found: dict[tuple[str, int], tuple[SegmentDone, str]] = {}
+        found: dict[tuple[str, int], SegmentDone] = {}
         for text in in_parallel(self.get, names):
             for line in (text or b"").splitlines(keepends=True):
-                done, etag = decode_segment(line), _etag(line)
-                if done is not None and etag:
-                    found[done.file, done.segment] = (done, etag)
+                done = decode_segment(line)
+                if done is not None and done.etag:
+                    found[done.file, done.segment] = done
         return found
 
     def small_files(self) -> dict[str, Stored]:
@@ -306,10 +303,6 @@ def in_parallel(work: Any, items: Iterable[Any]) -> list[Any]:
     """work(item) for every item, each of which waits for the store."""
     with ThreadPoolExecutor(_AT_ONCE) as executor:
         return list(executor.map(work, items))
-
-
-def _etag(line: bytes) -> str:
-    return str(json.loads(line).get("etag", ""))
 
 
 def _gone_is_fine(work: Any) -> None:

@@ -33,6 +33,8 @@ class SegmentDone:
     segment: int
     digest: str
     tally: Tally
+    etag: str = ""
+    """What a store calls the bytes that the segment was written with; empty in a folder."""
 
 
 class Journal:
@@ -125,6 +127,7 @@ def encode_segment(done: SegmentDone) -> dict[str, Any]:
         "digest": done.digest,
         "counts": [done.tally.counts.rounded, done.tally.counts.nan, done.tally.counts.above_240],
         "nan": done.tally.nan_codes,
+        **({"etag": done.etag} if done.etag else {}),
     }
 
 
@@ -137,8 +140,10 @@ def decode_segment(line: bytes) -> SegmentDone | None:
             "digest": str(digest),
             "counts": [rounded, nan, above_240],
             "nan": dict(nan_codes),
+            **more,
         } if all(
             type(count) is int and count >= 0 for count in (segment, rounded, nan, above_240, *nan_codes.values())
         ):
-            return SegmentDone(file, segment, digest, Tally(fp8.CodeCounts(rounded, nan, above_240), nan_codes))
+            tally = Tally(fp8.CodeCounts(rounded, nan, above_240), nan_codes)
+            return SegmentDone(file, segment, digest, tally, str(more.get("etag", "")))
     return None

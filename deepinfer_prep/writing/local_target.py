@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from deepinfer_prep import fp8
 from deepinfer_prep.files import segments
-from deepinfer_prep.files.digests import SegmentDigests, digest_range
-from deepinfer_prep.files.storage import DirectWriter, Place
+from deepinfer_prep.files.digests import SegmentDigests
+from deepinfer_prep.files.storage import Place
 from deepinfer_prep.manifest import FileRecord, Manifest
 from deepinfer_prep.naming import DISCARDED_NAME, WORKSPACE_NAME
 from deepinfer_prep.planning.plan import OutputFile
 from deepinfer_prep.workers import ProgressCallback
 from deepinfer_prep.writing.journal import Journal, SegmentDone, is_same_run, read_done, read_identity
+from deepinfer_prep.writing.local_writer import LocalWriter
 from deepinfer_prep.writing.output_checks import check_separate, check_sources_outside, check_space, check_usable
 from deepinfer_prep.writing.publication import publish, resume_publication
-from deepinfer_prep.writing.target import Block, Chunks
+from deepinfer_prep.writing.shared_writer import SharedWriter, share_workspace
 from deepinfer_prep.writing.workspace import Workspace
 
 
@@ -78,7 +78,7 @@ class LocalRun:
         self._sizes = {file.name: file.size for file in files}
         self._permissions = {file.name: file.state.permissions for file in files}
         self._identity = identity
-        self._writers = _Writers(workspace)
+        self.writer = LocalWriter(workspace)
         self._opened: Journal | None = None
 
     def close(self) -> None:
@@ -100,39 +100,14 @@ class LocalRun:
         """One segment, however large the file is."""
         return segments.SEGMENT_BYTES
 
-    def buffer_bytes(self, chunk_size: int, sizes: Iterable[int]) -> int:
-        """What is read at once is written at once."""
-        return chunk_size
+    def share(self) -> SharedWriter:
+        """A writer for processes that see the same folder."""
+        return share_workspace(self._workspace, self._sizes.items())
 
-    def is_intact(self, block: Block, earlier: Sequence[SegmentDone], buffer: fp8.U8) -> bool:
-        """Whether the bytes on disk have the digest that the journal states."""
-        (done,) = earlier
-        try:
-            return digest_range(self._writers.get(block), block.start, block.end, buffer) == done.digest
-        except OSError:
-            return False  # What cannot be read any more is written again.
-
-    def put(self, block: Block, chunks: Chunks) -> None:
-        """Write a block into its file."""
-        writer = self._writers.get(block)
-        writer.reserve(block.start, block.end)
-        for offset, chunk in chunks:
-            writer.write_from(chunk.data, offset)
-
-    def commit(self, names: Collection[str], done: Sequence[SegmentDone]) -> None:
-        """Sync the files, then append to the journal and sync it."""
-        for name in names:
-            self._writers.sync(name)
+    def record(self, done: Sequence[SegmentDone]) -> None:
+        """Append to the journal and sync it."""
         if self._opened is not None:
             self._opened.record(done)
-
-    def close_file(self, name: str) -> None:
-        """Close a file."""
-        self._writers.close(name)
-
-    def abandon(self) -> None:
-        """Close what an error left open."""
-        self._writers.close_all()
 
     def put_file(self, name: str, size: int, chunks: Iterable[fp8.U8]) -> FileRecord:
         """Write and sync a file of the workspace."""
@@ -153,43 +128,3 @@ class LocalRun:
     def publish(self, manifest: Manifest) -> None:
         """As `publication.publish`."""
         publish(self._workspace, manifest, self._permissions)
-
-
-class _Writers:
-    """The output files that are open, shared by all threads; each stays open until it was synced."""
-
-    def __init__(self, workspace: Workspace) -> None:
-        self._workspace = workspace
-        self._open: dict[str, DirectWriter] = {}
-        self._lock = threading.Lock()
-
-    def get(self, block: Block) -> DirectWriter:
-        """The writer of a block's file, opened and given its final size at first use."""
-        with self._lock:
-            writer = self._open.get(block.name)
-            if writer is None:
-                writer = self._workspace.direct_writer(block.name)
-                try:
-                    writer.resize(block.size)
-                except BaseException:
-                    writer.close()
-                    raise
-                self._open[block.name] = writer
-            return writer
-
-    def sync(self, name: str) -> None:
-        """Sync one file."""
-        with self._lock:
-            writer = self._open[name]
-        writer.sync()
-
-    def close(self, name: str) -> None:
-        """Close one file."""
-        with self._lock:
-            self._open.pop(name).close()
-
-    def close_all(self) -> None:
-        """Close what an error left open."""
-        for name in list(self._open):
-            with suppress(OSError):  # None of it counts as written.
-                self.close(name)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from deepinfer_prep import fp8
+from deepinfer_prep.engines.engine import Engine
 from deepinfer_prep.errors import ConversionError, PrepError
 from deepinfer_prep.files.digests import SegmentDigests
-from deepinfer_prep.files.storage import FileState, open_reader
+from deepinfer_prep.files.storage import FileState, check_same_here, open_reader
 from deepinfer_prep.planning.plan import OutputFile
-from deepinfer_prep.workers import Meter, interleave, run_parallel
+from deepinfer_prep.workers import Meter
 from deepinfer_prep.writing.journal import SegmentDone
 from deepinfer_prep.writing.output_bytes import Tally, output_chunks
-from deepinfer_prep.writing.target import Block, Chunks, Run, blocks
+from deepinfer_prep.writing.target import Block, BlockWriter, Chunks, Run, blocks
 
 COMMIT_BYTES = 512 * 1024 * 1024
 """After so many new bytes the data is synced and recorded; a kill loses at most this and what is under way."""
@@ -34,19 +36,54 @@ def _most_open_files() -> int:
     return max(1, min(_MOST_OPEN_FILES, (allowed - _OTHER_DESCRIPTORS) // _DESCRIPTORS_A_FILE))
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """One unit of work; `earlier` is what a journal says of all its segments, or nothing."""
+class BlockItem(NamedTuple):
+    """A block to write, of the file with a number; `earlier` is what a journal says of all its segments, or nothing."""
 
-    file: OutputFile
+    file: int
     block: Block
     earlier: tuple[SegmentDone, ...]
 
 
-class _Finished(NamedTuple):
+class Finished(NamedTuple):
+    """A block whose bytes are written, with its segments; `resumed` where an earlier run had written them."""
+
     block: Block
     done: tuple[SegmentDone, ...]
     resumed: bool
+
+
+class WriteBlock:
+    """Computes a block and writes it: the `Work` of a conversion."""
+
+    def __init__(self, files: Sequence[OutputFile], writer: BlockWriter) -> None:
+        self._files = tuple(files)
+        self._writer = writer
+
+    def check(self) -> None:
+        """Make sure that this process sees the planned source and the run's output.
+
+        Raises:
+            PrepError, OSError: it does not.
+        """
+        self._writer.check()
+        self._files = tuple(_as_seen_here(self._files))
+
+    def __call__(self, item: BlockItem, buffer: fp8.U8) -> Finished:
+        """Write one block, unless an earlier run's bytes are still there."""
+        file, block = self._files[item.file], item.block
+        if item.earlier and self._writer.is_intact(block, item.earlier, buffer):
+            return Finished(block, item.earlier, True)
+        tally, digests = Tally(), SegmentDigests()
+        with closing(open_reader(file.source)) as source:
+            chunks = output_chunks(file, source, block.start, block.end, buffer, tally)
+            etag = self._writer.put(block, _digested(chunks, digests))
+            check_unchanged(file, source.state())
+        tallies = [tally, *(Tally() for _ in block.segments[1:])]
+        done = (
+            SegmentDone(block.name, number, digest, counted, etag)
+            for number, digest, counted in zip(block.segments, digests.digests(), tallies, strict=True)
+        )
+        return Finished(block, tuple(done), False)
 
 
 class Execution:
@@ -57,77 +94,66 @@ class Execution:
         self._run = run
         self._left = Counter({file.name: len(list(self._blocks(file))) for file in self._files})
         self._most_open = _most_open_files()
-        self._uncommitted: list[_Finished] = []
+        self._uncommitted: list[Finished] = []
         self.results: dict[tuple[str, int], SegmentDone] = {}
         self.resumed_bytes = 0
 
-    def execute(self, workers: int, chunk_size: int, meter: Meter) -> None:
+    def execute(self, engine: Engine, chunk_size: int, meter: Meter) -> None:
         """Write every block; blocks that an earlier run committed and that are still intact are kept.
 
         Raises:
             PrepError, OSError: a block failed. What was synced before is recorded.
         """
-        buffer_size = self._run.buffer_bytes(chunk_size, (file.size for file in self._files))
-        work = self._work(self._run.read_done(), workers)
+        items, count = self._items(self._run.read_done()), self._left.total()
+        writer = self._run.share() if engine.is_remote else self._run.writer
+        buffer_size = writer.buffer_bytes(chunk_size, (file.size for file in self._files))
+        work = WriteBlock(self._files, writer)
         try:
-            with closing(run_parallel(work, self._write, workers, buffer_size)) as pieces:
+            with closing(engine.run(work, items, count, buffer_size)) as pieces:
                 for finished in pieces:
                     self._uncommitted.append(finished)
                     meter.add(finished.block.nbytes)
                     if self._is_commit_due():
-                        self._commit()
-            self._commit()
+                        self._commit(writer)
+            self._commit(writer)
         except BaseException:
             with suppress(OSError, PrepError):  # The error that stopped the run is the one to tell.
-                self._commit()
+                self._commit(writer)
             raise
         finally:
-            self._run.abandon()
+            writer.abandon()
 
     def _blocks(self, file: OutputFile) -> Iterator[Block]:
         return blocks(file.name, file.size, self._run.block_bytes(file.size))
 
-    def _work(self, earlier: dict[tuple[str, int], SegmentDone], workers: int) -> Iterator[_Work]:
-        def of_file(file: OutputFile) -> Iterator[_Work]:
+    def _items(self, earlier: Mapping[tuple[str, int], SegmentDone]) -> Iterator[Iterator[BlockItem]]:
+        """The work, by file."""
+
+        def of_file(number: int, file: OutputFile) -> Iterator[BlockItem]:
             for block in self._blocks(file):
-                found = [earlier.get((file.name, number)) for number in block.segments]
+                found = [earlier.get((file.name, segment)) for segment in block.segments]
                 done = tuple(item for item in found if item is not None)
-                yield _Work(file, block, done if len(done) == len(found) else ())
+                yield BlockItem(number, block, done if len(done) == len(found) else ())
 
-        # Workers mostly in files of their own: a file system may let one thread at a time write to a file.
-        return interleave(map(of_file, self._files), workers)
-
-    def _write(self, work: _Work, buffer: fp8.U8) -> _Finished:
-        block = work.block
-        if work.earlier and self._run.is_intact(block, work.earlier, buffer):
-            return _Finished(block, work.earlier, True)
-        tally, digests = Tally(), SegmentDigests()
-        with closing(open_reader(work.file.source)) as source:
-            chunks = output_chunks(work.file, source, block.start, block.end, buffer, tally)
-            self._run.put(block, _digested(chunks, digests))
-            check_unchanged(work.file, source.state())
-        tallies = [tally, *(Tally() for _ in block.segments[1:])]
-        done = (
-            SegmentDone(block.name, number, digest, counted)
-            for number, digest, counted in zip(block.segments, digests.digests(), tallies, strict=True)
-        )
-        return _Finished(block, tuple(done), False)
+        return (of_file(number, file) for number, file in enumerate(self._files))
 
     def _is_commit_due(self) -> bool:
         new_bytes = sum(finished.block.nbytes for finished in self._uncommitted if not finished.resumed)
         return new_bytes >= COMMIT_BYTES or len(self._uncommitted) >= self._most_open
 
-    def _commit(self) -> None:
+    def _commit(self, writer: BlockWriter) -> None:
         finished, self._uncommitted = self._uncommitted, []
         names = {item.block.name for item in finished}
-        self._run.commit(names, _new(finished))
+        for name in names:
+            writer.sync(name)
+        self._run.record(_new(finished))
         for item in finished:
             self.results.update(((done.file, done.segment), done) for done in item.done)
             self._left[item.block.name] -= 1
             self.resumed_bytes += item.block.nbytes if item.resumed else 0
         for name in names:
             if not self._left[name]:
-                self._run.close_file(name)
+                writer.close_file(name)
 
 
 def _digested(chunks: Chunks, digests: SegmentDigests) -> Chunks:
@@ -136,8 +162,20 @@ def _digested(chunks: Chunks, digests: SegmentDigests) -> Chunks:
         yield offset, chunk
 
 
-def _new(finished: Iterable[_Finished]) -> Sequence[SegmentDone]:
+def _new(finished: Iterable[Finished]) -> Sequence[SegmentDone]:
     return [done for item in finished if not item.resumed for done in item.done]
+
+
+def _as_seen_here(files: Sequence[OutputFile]) -> Iterator[OutputFile]:
+    """The files with the states that this machine gives: the number of an inode may be another one on each.
+
+    Of a store only the first file is asked for, as every read asks for the planned version.
+    """
+    for position, file in enumerate(files):
+        if position and not isinstance(file.source, Path):
+            yield file
+            continue
+        yield replace(file, state=check_same_here(file.source, file.state))
 
 
 def check_unchanged(file: OutputFile, now: FileState) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,47 +48,75 @@ def blocks(name: str, size: int, block_bytes: int) -> Iterator[Block]:
         yield Block(name, size, start // segments.SEGMENT_BYTES, start, min(start + block_bytes, size))
 
 
-class Run(Protocol):
-    """The unfinished output of one conversion. What `put` was given counts once `commit` has returned."""
+class BlockWriter(Protocol):
+    """Writes blocks of a run, and finds those that an earlier run wrote; called from several threads."""
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the user has to hear about the place that is written to."""
+    def check(self) -> None:
+        """Make sure that this process reaches the run that the writer belongs to.
 
-    def resume_publication(self, workers: int, chunk_size: int, progress: ProgressCallback | None) -> Manifest | None:
-        """The manifest of an earlier run of the same conversion whose publication was interrupted, else None."""
-
-    def read_done(self) -> dict[tuple[str, int], SegmentDone]:
-        """What an earlier run has committed, by file name and segment number."""
-
-    def block_bytes(self, size: int) -> int:
-        """How many bytes of a file of `size` bytes are written at once: a multiple of `SEGMENT_BYTES`."""
+        Raises:
+            PrepError, OSError: it does not.
+        """
 
     def buffer_bytes(self, chunk_size: int, sizes: Iterable[int]) -> int:
         """Memory that a thread needs to write files of these sizes, where it reads `chunk_size` bytes at once."""
 
     def is_intact(self, block: Block, earlier: Sequence[SegmentDone], buffer: fp8.U8) -> bool:
-        """Whether a block that an earlier run committed still holds those bytes."""
+        """Whether a block that an earlier run recorded still holds those bytes."""
 
-    def put(self, block: Block, chunks: Chunks) -> None:
-        """Write a block; called from several threads.
+    def put(self, block: Block, chunks: Chunks) -> str:
+        """Write a block.
+
+        Returns:
+            What the place calls these bytes, an ETag; empty in a folder.
 
         Raises:
             PrepError, OSError: it was not written.
         """
 
-    def commit(self, names: Collection[str], done: Sequence[SegmentDone]) -> None:
-        """Make what was written to these files durable, and then record segments as done.
+    def sync(self, name: str) -> None:
+        """Make durable what was written to a file.
+
+        Raises:
+            PrepError, OSError: none of it counts as written.
+        """
+
+    def close_file(self, name: str) -> None:
+        """All of a file is written and synced."""
+
+    def abandon(self) -> None:
+        """Close what an error left open."""
+
+
+class Run(Protocol):
+    """The unfinished output of one conversion. What its writer synced counts once `record` has returned."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user has to hear about the place that is written to."""
+
+    @property
+    def writer(self) -> BlockWriter:
+        """Writes from threads of this process."""
+
+    def share(self) -> BlockWriter:
+        """A writer that can be sent to other processes by pickle; after `read_done`."""
+
+    def resume_publication(self, workers: int, chunk_size: int, progress: ProgressCallback | None) -> Manifest | None:
+        """The manifest of an earlier run of the same conversion whose publication was interrupted, else None."""
+
+    def read_done(self) -> dict[tuple[str, int], SegmentDone]:
+        """What an earlier run has recorded, by file name and segment number."""
+
+    def block_bytes(self, size: int) -> int:
+        """How many bytes of a file of `size` bytes are written at once: a multiple of `SEGMENT_BYTES`."""
+
+    def record(self, done: Sequence[SegmentDone]) -> None:
+        """Record durable segments as done.
 
         Raises:
             PrepError, OSError: they do not count as done.
         """
-
-    def close_file(self, name: str) -> None:
-        """All of a file is committed."""
-
-    def abandon(self) -> None:
-        """Close what an error left open."""
 
     def put_file(self, name: str, size: int, chunks: Iterable[fp8.U8]) -> FileRecord:
         """Write a whole file in order, durably."""

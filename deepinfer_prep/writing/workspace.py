@@ -17,7 +17,8 @@ from deepinfer_prep.naming import DISCARDED_NAME, WORKSPACE_NAME
 from deepinfer_prep.writing.journal import JOURNAL_NAME
 
 READY_NAME, READY_DIGEST_NAME, REJECTED_NAME = "manifest.json", "manifest.xxh3", "rejected.json"
-_FILES, _LOCK = "files", "lock"
+FILES_NAME, TOKEN_NAME = "files", "token"
+_LOCK = "lock"
 _LOCK_ATTEMPTS = 100
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _PRIVATE = 0o700
@@ -29,6 +30,7 @@ class Workspace:
     `OUT/.deepinfer-prep/` holds `lock`, `journal`, `files/` with everything that has no final name yet, and
     `manifest.json` once all of that is complete and synced: from then on the run is being published. Where bytes
     turn out to have changed since, that file becomes `rejected.json` and the run is repeated from its journal.
+    `token` is random, and there where other processes write as well: by it they know this very run.
 
     Nobody else can read or change it: the folder is closed to others, whatever lies in it already has to be a regular
     file or folder of this user, and all of it is reached through descriptors and never through links.
@@ -48,7 +50,7 @@ class Workspace:
             raise
         try:
             check_tree(self.root, _own_uid(self.output, self.root))
-            self.files = self.root.enter(_FILES, _PRIVATE)
+            self.files = self.root.enter(FILES_NAME, _PRIVATE)
         except BaseException:
             self._release()
             raise
@@ -117,11 +119,12 @@ class Workspace:
 
     def clear(self) -> None:
         """Throw away everything that an unfinished run has written, but keep the lock."""
-        for name in (READY_NAME, READY_DIGEST_NAME, REJECTED_NAME, JOURNAL_NAME):
+        # The token first: a process elsewhere that still finds it has opened files that are removed after it.
+        for name in (TOKEN_NAME, READY_NAME, READY_DIGEST_NAME, REJECTED_NAME, JOURNAL_NAME):
             self.root.unlink(name, missing_ok=True)
         self.files.close()
-        self.root.remove_tree(_FILES)
-        self.files = self.root.enter(_FILES, _PRIVATE)
+        self.root.remove_tree(FILES_NAME)
+        self.files = self.root.enter(FILES_NAME, _PRIVATE)
 
     def discard(self) -> None:
         """Remove the workspace with all that is in it.

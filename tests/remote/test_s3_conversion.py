@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from deepinfer_prep import convert_checkpoint, inspect_checkpoint, verify_checkpoint
 from deepinfer_prep.cli.main import main
 from deepinfer_prep.files import segments
-from deepinfer_prep.remote import s3_target
+from deepinfer_prep.remote import s3_writer
 from tests.remote.buckets import objects, unfinished_uploads, upload
 from tests.remote.s3_server import BUCKET, S3Server
 from tests.small_files import tree
@@ -86,7 +86,7 @@ def test_every_upload_is_complete_before_the_first_is_published_and_the_manifest
 def test_a_file_of_very_many_segments_gets_larger_parts(
     server: S3Server, client: Any, source: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_target, "MOST_PARTS", 2)
+    monkeypatch.setattr(s3_writer, "MOST_PARTS", 2)
     convert_checkpoint(source, OUT)
     assert objects(client, "out") == expected
     numbers = [int(request.query["partNumber"][0]) for request in server.requests if request.action == "UploadPart"]

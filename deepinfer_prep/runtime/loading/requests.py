@@ -67,6 +67,12 @@ class Batch:
             self._fills.setdefault(tensor.file, []).append(Fill(self._files[tensor.file], layout, bounds, target))
         return out
 
+    def extents(self) -> Iterator[tuple[str, int, int]]:
+        """File, first byte and end of everything that is read."""
+        for name in self._files:
+            yield from ((name, start, end) for start, end in self._views.get(name, ()))
+            yield from ((name, *fill.layout.extent(fill.bounds)) for fill in self._fills.get(name, ()))
+
     def transfers(self) -> Iterator[Transfer]:
         """All steps, in the order of the files."""
         for name, file in self._files.items():
