@@ -4,7 +4,8 @@ vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in 
 loader feeds vLLM's own models by name, as vLLM's default loader does, and prepares what they hold for the kernels
 once vLLM has put its weights into their final form.
 
-Written against the loader interface of vLLM 0.12 to 0.31 (`vllm.model_executor.model_loader`).
+Written against the loader interface of vLLM 0.12 to 0.32 (`vllm.model_executor.model_loader`); `scripts/check_vllm.py`
+compares what vLLM generates before and after conversion.
 """
 
 from __future__ import annotations
