@@ -25,12 +25,16 @@ def in_kernel_order(stored: U8, element: str) -> U8:
     return np.concatenate(columns).reshape(stored.shape)
 
 
-def weights(shapes: Mapping[str, tuple[str, tuple[int, ...]]], seed: int = 0) -> dict[str, Tensor]:
+def weights(
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]], seed: int = 0, *, with_nan: bool = False
+) -> dict[str, Tensor]:
     """Weights (element, shape in bytes) with random codes, and random scales of the kernels' form, as `x.weight`."""
     random = np.random.default_rng(seed)
     tensors: dict[str, Tensor] = {}
     for name, (element, shape) in shapes.items():
         codes = random.integers(0, 256, shape, dtype=np.uint8)
+        if element == "e4m3" and not with_nan:
+            codes[(codes & 0x7F) == 0x7F] = 0x7E
         rows, columns = shape[-2:]
         grid = (*shape[:-2], -(-rows // 32), -(-columns // 32)) if element == "e4m3" else (*shape[:-1], columns // 16)
         scale = random.integers(100, 125, grid, dtype=np.uint8)

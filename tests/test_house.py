@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "deepinfer_prep"
-LOADED_FROM_OUTSIDE_RUNTIME = 13
+LOADED_FROM_OUTSIDE_RUNTIME = 14
 """Modules of the package, runtime and kernels aside, that loading may bring in."""
 
 

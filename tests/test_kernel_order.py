@@ -45,7 +45,9 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("kernel_order") / "source", weights(SHAPES), shards=2)
+    return write_checkpoint(
+        tmp_path_factory.mktemp("kernel_order") / "source", weights(SHAPES, with_nan=True), shards=2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +162,7 @@ def test_ranges_and_chunks_do_not_change_the_bytes(
     for number, (element, experts, rows, columns) in enumerate(shapes):
         row_bytes = columns // 2 if element == "e2m1" else columns
         wanted[f"w{number}"] = (element, ((experts,) if experts else ()) + (32 * rows, row_bytes))
-    folder = write_checkpoint(tmp_path_factory.mktemp("range"), weights(wanted))
+    folder = write_checkpoint(tmp_path_factory.mktemp("range"), weights(wanted, with_nan=True))
     plan = plan_conversion(open_checkpoint(folder), KERNEL)
     plain = plan_conversion(open_checkpoint(folder), Options())
     assert len(plan.laid_out) == len(wanted)

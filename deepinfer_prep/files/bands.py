@@ -33,6 +33,11 @@ class BandedWeight:
         return self.shape[-1]
 
     @property
+    def flat_shape(self) -> tuple[int, ...]:
+        """The shape with rows and their bytes as one axis."""
+        return (*self.shape[:-2], self.matrix_bytes)
+
+    @property
     def matrix_bytes(self) -> int:
         """Bytes of one matrix."""
         return self.rows * self.row_bytes
@@ -58,6 +63,12 @@ class BandedWeight:
         row = inside // self.row_bytes
         band = self.bands[bisect_right(self.bands, row, key=lambda one: one.first) - 1]
         return matrix * self.matrix_bytes + band.first * self.row_bytes, band
+
+    def bands_in(self, rows: tuple[int, int], at: int = 0) -> tuple[Band, ...]:
+        """The bands that some rows touch, as bands of a weight in which the first of these rows is row `at`."""
+        first, last = rows
+        inside = (band for band in self.bands if band.first < last and band.end > first)
+        return tuple(Band(band.first - first + at, band.rows) for band in inside)
 
     def stored_offset(self, offset: int) -> int:
         """Where in the row-major weight the byte is that is at `offset` in the kernels' order."""

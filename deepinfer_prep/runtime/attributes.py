@@ -7,6 +7,9 @@ SCALE = "sf"
 
 KERNEL_WEIGHT = "_nki_weight"
 """uint8: the bytes of a quantized weight, over the same memory."""
+KERNEL_ORDER = "_nki_order"
+"""`files.bands.BandedWeight`: that a weight's bytes stand in the kernels' order, and its shape; absent where they are
+row-major. The parameter is then uint8 with the last two axes as one, so that nothing takes its elements for values."""
 KERNEL_SCALE = "_nki_scale"
 """uint8, e8m0: one byte for 32x32 values of an e4m3 weight, for one row and 32 values of an fp4 weight."""
 BLOCK128_SCALE = "_nki_block_scale"
@@ -21,6 +24,8 @@ SPLIT_VERSION = "_nki_fn_version"
 LOADED_SCALES = "_deepinfer_loaded_scales"
 """Attribute of a module: the scales of its own tensors, by the name of the tensor, as loading attached them. Copying or
 wrapping a parameter drops its attributes, but not those of the module that holds it."""
+LOADED_ORDERS = "_deepinfer_loaded_orders"
+"""Attribute of a module: the `_nki_order` of its own tensors, in the same way."""
 
-ATTACHED = (SCALE, KERNEL_WEIGHT, *KERNEL_SCALES, HI, LO, SPLIT_VERSION)
+ATTACHED = (SCALE, KERNEL_WEIGHT, KERNEL_ORDER, *KERNEL_SCALES, HI, LO, SPLIT_VERSION)
 """All that a tensor may have."""

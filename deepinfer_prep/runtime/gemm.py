@@ -13,10 +13,11 @@ import torch
 from torch.nn import functional
 
 from deepinfer_prep.errors import PrepError
+from deepinfer_prep.kernel_layout import bands
 from deepinfer_prep.kernels import reference
 from deepinfer_prep.kernels.constants import K_MULTIPLE, M_MAX, N_MULTIPLE, TWO_CORE_N_MULTIPLE
 from deepinfer_prep.runtime import kernel_launch, neuron
-from deepinfer_prep.runtime.attributes import BLOCK128_SCALE, KERNEL_SCALE, KERNEL_WEIGHT
+from deepinfer_prep.runtime.attributes import BLOCK128_SCALE, KERNEL_ORDER, KERNEL_SCALE, KERNEL_WEIGHT
 from deepinfer_prep.runtime.kernel_scales import e8m0_values
 from deepinfer_prep.runtime.prepare import prepare_model
 
@@ -39,6 +40,8 @@ class _Operand:
     """uint8 [n, k], or [n, k/2] for fp4."""
     scale: torch.Tensor
     k: int
+    is_kmajor: bool = False
+    """Whether its bytes stand in the kernels' order."""
 
     @property
     def n(self) -> int:
@@ -114,7 +117,7 @@ def linear_qdq_gated(x: torch.Tensor, w: torch.Tensor, group: int | None, flag: 
     operand = _operand(w, x.shape[-1], group)
     if not operand.is_fp4 or operand.n % TWO_CORE_N_MULTIPLE or not kernel_launch.two_core_gemm():
         return None
-    name = "fp4_linear_2core_gated"
+    name = "fp4_linear_kmajor_2core_gated" if operand.is_kmajor else "fp4_linear_2core_gated"
     if _on_kernel(x, operand):
         call = kernel_launch.kernel(name)
         return _launch(lambda rows: call(rows, operand.weight, operand.scale, flag), x, operand)
@@ -130,7 +133,10 @@ def _operand(w: torch.Tensor, k: int, group: int | None) -> _Operand:
         )
     weight = getattr(w, KERNEL_WEIGHT)
     scale = getattr(w, KERNEL_SCALE if hasattr(w, KERNEL_SCALE) else BLOCK128_SCALE)
-    return _Operand(weight, scale, k) if group is None else _Operand(weight[group], scale[group], k)
+    is_kmajor = hasattr(w, KERNEL_ORDER)
+    if group is None:
+        return _Operand(weight, scale, k, is_kmajor)
+    return _Operand(weight[group], scale[group], k, is_kmajor)
 
 
 def _kernel_name(operand: _Operand, round_trip: bool) -> str:
@@ -144,7 +150,8 @@ def _linear(x: torch.Tensor, operand: _Operand, *, round_trip: bool) -> torch.Te
     name = _kernel_name(operand, round_trip)
     if _on_kernel(x, operand):
         two_core = operand.n % TWO_CORE_N_MULTIPLE == 0 and kernel_launch.two_core_gemm()
-        call = kernel_launch.kernel(f"{name}_2core" if two_core else name)
+        order = "_kmajor" if operand.is_kmajor else ""
+        call = kernel_launch.kernel(f"{name}{order}_2core" if two_core else f"{name}{order}")
         return _launch(lambda rows: call(rows, operand.weight, operand.scale), x, operand)
     x, weight = _padded(x, operand)
     return getattr(reference, name)(x, weight, operand.scale)  # type: ignore[no-any-return]
@@ -163,9 +170,19 @@ def _launch(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, opera
 
 
 def _padded(x: torch.Tensor, operand: _Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and the weight's bytes with zero columns up to whole scale blocks, as the references take them."""
+    """x and the weight's bytes, row-major, with zero columns up to whole scale blocks, as the references take them."""
+    if operand.is_kmajor:
+        return x, _row_major(operand)
     missing = operand.scale.shape[1] * (128 if operand.is_block128 else reference.FP8_BLOCK) - operand.k
     if missing == 0:
         return x, operand.weight
     bytes_missing = missing // 2 if operand.is_fp4 else missing
     return functional.pad(x, (0, missing)), functional.pad(operand.weight, (0, bytes_missing))
+
+
+def _row_major(operand: _Operand) -> torch.Tensor:
+    """The bytes of a weight in the kernels' order as they are stored otherwise."""
+    row_bytes = operand.weight.shape[1]
+    moved = [operand.weight[band.first : band.end].reshape(row_bytes, band.rows).T for band in bands(operand.n)]
+    rows = torch.cat(moved)
+    return rows & 0x87 | rows >> 3 & 0x08 | rows << 1 & 0x70 if operand.is_fp4 else rows

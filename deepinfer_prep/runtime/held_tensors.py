@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepinfer_prep import fp8
-from deepinfer_prep.runtime.attributes import KERNEL_SCALES, LOADED_SCALES, SCALE
+from deepinfer_prep.files.bands import BandedWeight
+from deepinfer_prep.runtime.attributes import KERNEL_ORDER, KERNEL_SCALES, LOADED_ORDERS, LOADED_SCALES, SCALE
 from deepinfer_prep.runtime.dtypes import FLOAT_NAMES
 
 E8M0_DTYPES = frozenset({torch.float8_e8m0fnu, torch.uint8, torch.int16, torch.int32})
@@ -119,9 +120,18 @@ def keep_loaded_scale(module: nn.Module, name: str, scale: torch.Tensor | None) 
     module.__dict__[LOADED_SCALES] = {name: scale for name, scale in kept.items() if scale is not None}
 
 
-def restore_loaded_scales(model: nn.Module) -> None:
-    """Attach the scales that modules remember to those of their tensors that have lost theirs."""
+def keep_loaded_order(module: nn.Module, name: str, order: BandedWeight | None) -> None:
+    """Let a module remember that one of its tensors was loaded in the kernels' order, or forget it."""
+    kept = {**_loaded_orders(module), name: order}
+    module.__dict__[LOADED_ORDERS] = {name: order for name, order in kept.items() if order is not None}
+
+
+def restore_loaded(model: nn.Module) -> None:
+    """Attach the scales and orders that modules remember to those of their tensors that have lost theirs."""
     for place in places(model):
+        order = _loaded_orders(place.module).get(place.attribute)
+        if order is not None and place.tensor.dtype == torch.uint8 and place.tensor.shape == order.flat_shape:
+            setattr(place.tensor, KERNEL_ORDER, order)
         scale = _loaded_scales(place.module).get(place.attribute)
         if scale is not None and not hasattr(place.tensor, SCALE):
             setattr(place.tensor, SCALE, scale.to(place.tensor.device))
@@ -129,6 +139,11 @@ def restore_loaded_scales(model: nn.Module) -> None:
 
 def _loaded_scales(module: nn.Module) -> Mapping[str, torch.Tensor]:
     found: Mapping[str, torch.Tensor] = module.__dict__.get(LOADED_SCALES, {})
+    return found
+
+
+def _loaded_orders(module: nn.Module) -> Mapping[str, BandedWeight]:
+    found: Mapping[str, BandedWeight] = module.__dict__.get(LOADED_ORDERS, {})
     return found
 
 

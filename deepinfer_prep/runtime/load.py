@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from deepinfer_prep.errors import RefusedError
 from deepinfer_prep.runtime.loading.assembly import Target
 from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint
 from deepinfer_prep.runtime.loading.gc_pause import collector_paused
@@ -88,6 +89,10 @@ def load_weights(
     weight's own bytes as uint8); to split matrices `_nki_fn_hi` and `_nki_fn_lo` (bf16). Copying a model, or wrapping
     its parameters anew, drops attributes: call `gemm.prepare_model` and `mhc.prepare_model` afterwards.
 
+    A weight of an output of `--layout kernel` goes into the model in the kernels' order, where a kernel takes the part
+    that is loaded: its parameter becomes uint8 with the last two axes as one, over the same memory where it had some,
+    and has `_nki_order`. Where pieces are not whole bands they are put into that order in memory.
+
     Arguments that hold names take names in full or patterns in which `*` stands for any text.
 
     Args:
@@ -160,16 +165,22 @@ def weights_iterator(
     serving engines takes; their own rules for merging and slicing apply. Tensors are on the CPU. While one is
     being used the next ones are read, 64 MiB ahead or one tensor if it is larger.
 
-    Such loaders know nothing of attributes, so afterwards call `gemm.prepare_model` and `mhc.prepare_model`.
+    Such loaders put weights together by rows and columns, so an output with weights in the kernels' order is refused.
+    They know nothing of attributes, so afterwards call `gemm.prepare_model` and `mhc.prepare_model`.
 
     Args:
         select: whether a tensor is wanted; others are not read.
         progress: show a progress bar on a terminal.
+
+    Raises:
+        RefusedError: the output was written with `--layout kernel`.
+        ManifestError: a path was given that is no finished output.
     """
     if not isinstance(checkpoint, PreparedCheckpoint):
         with PreparedCheckpoint(checkpoint) as opened:
             yield from weights_iterator(opened, select=select, progress=progress)
         return
+    _refuse_kernel_order(checkpoint)
     started = time.perf_counter()
     names = [name for name in checkpoint.names if select is None or select(name)]
     total = sum(checkpoint.tensor(name).nbytes for name in names)
@@ -182,6 +193,17 @@ def weights_iterator(
                 yield name, tensor
     seconds = time.perf_counter() - started
     log.info("%s: iterated over %s", checkpoint.folder, _speed(len(names), total, seconds))
+
+
+def _refuse_kernel_order(checkpoint: PreparedCheckpoint) -> None:
+    moved = [name for name, record in checkpoint.manifest.weights.items() if record.layout is not None]
+    if moved:
+        raise RefusedError(
+            f"{checkpoint.folder} was converted with --layout kernel: {len(moved):,} weights (first {moved[0]!r}) "
+            "stand in the kernels' order, which the loaders of serving engines do not know. Convert the "
+            "checkpoint with --layout stored for them, or load this one with load_weights.",
+            code="kernel-order",
+        )
 
 
 def _read_ahead(

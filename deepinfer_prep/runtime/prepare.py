@@ -9,9 +9,16 @@ import torch
 from torch import nn
 
 from deepinfer_prep.errors import RefusedError
+from deepinfer_prep.files.bands import BandedWeight
 from deepinfer_prep.kernel_scale import NoKernelScaleError
 from deepinfer_prep.runtime import held_tensors, kernel_scales, neuron, settings
-from deepinfer_prep.runtime.attributes import BLOCK128_SCALE, KERNEL_SCALE, KERNEL_SCALES, KERNEL_WEIGHT
+from deepinfer_prep.runtime.attributes import (
+    BLOCK128_SCALE,
+    KERNEL_ORDER,
+    KERNEL_SCALE,
+    KERNEL_SCALES,
+    KERNEL_WEIGHT,
+)
 from deepinfer_prep.runtime.rescaling.byte_spans import spans_of
 from deepinfer_prep.runtime.rescaling.rescale import holds_above_240
 
@@ -28,6 +35,9 @@ def prepare_model(model: nn.Module) -> int:
     `_nki_scale`, uint8 e8m0 [..., ceil(n/32), ceil(k/32)] (fp4: [..., n, k/32]), or, where its scales stand for
     128x128 blocks and are no powers of two, `_nki_block_scale`, float32 [..., ceil(n/128), ceil(k/128)].
 
+    A weight that was loaded in the kernels' order is uint8 and has `_nki_order`; it gets the same, with the shape that
+    its order states.
+
     Scales are found as `rescale_fp8_weights` finds them. Weights that get none are logged with the reason. Call
     it after rescaling, after moving the model to its device, after copying the model or wrapping its parameters anew
     (which drops attributes; the `.sf` of a weight that `load_weights` filled is attached again), and when weights
@@ -42,7 +52,7 @@ def prepare_model(model: nn.Module) -> int:
     """
     if settings.leaves_e4m3fn():
         return 0
-    held_tensors.restore_loaded_scales(model)
+    held_tensors.restore_loaded(model)
     prepared, above_240, reasons = 0, [], dict[str, list[str]]()
     for held in _quantized_weights(model):
         try:
@@ -69,17 +79,26 @@ def attach(weight: torch.Tensor, scale: torch.Tensor) -> None:
     for attribute in (KERNEL_WEIGHT, *KERNEL_SCALES):
         if hasattr(weight, attribute):
             delattr(weight, attribute)
-    if weight.dim() not in (2, 3) or weight.numel() == 0:
+    order = order_of(weight)
+    content = weight if order is None else weight.detach().view(order.shape)
+    if content.dim() not in (2, 3) or content.numel() == 0:
         raise NoKernelScaleError(f"a weight of shape {list(weight.shape)} is no matrix or stack of matrices")
     if not weight.is_contiguous():
         raise NoKernelScaleError("the weight is not row-major in memory, and a copy would not be the same storage")
-    derive = kernel_scales.e2m1_scales if weight.dtype in FP4_DTYPES else kernel_scales.e4m3_scales
-    found = derive(weight, scale)
-    setattr(weight, KERNEL_WEIGHT, weight.detach().view(torch.uint8))
+    is_fp4 = weight.dtype in FP4_DTYPES if order is None else order.element == "e2m1"
+    derive = kernel_scales.e2m1_scales if is_fp4 else kernel_scales.e4m3_scales
+    found = derive(content, scale)
+    setattr(weight, KERNEL_WEIGHT, content.detach().view(torch.uint8))
     if found.e8m0 is not None:
         setattr(weight, KERNEL_SCALE, found.e8m0)
     else:
         setattr(weight, BLOCK128_SCALE, found.block128)
+
+
+def order_of(weight: torch.Tensor) -> BandedWeight | None:
+    """What says of a weight that its bytes stand in the kernels' order; None for any other tensor."""
+    order: BandedWeight | None = getattr(weight, KERNEL_ORDER, None)
+    return order
 
 
 def _attach_main_scale(held: held_tensors.Held) -> None:
@@ -98,7 +117,8 @@ def _quantized_weights(model: nn.Module) -> Iterator[held_tensors.Held]:
     seen = set()
     for held in held_tensors.held_tensors(model):
         weight = held.tensor
-        if weight.dtype not in (torch.float8_e4m3fn, *FP4_DTYPES) or not held.scales or id(weight) in seen:
+        is_quantized = weight.dtype in (torch.float8_e4m3fn, *FP4_DTYPES) or order_of(weight) is not None
+        if not is_quantized or not held.scales or id(weight) in seen:
             continue
         seen.add(id(weight))
         yield held
@@ -107,7 +127,9 @@ def _quantized_weights(model: nn.Module) -> Iterator[held_tensors.Held]:
 def _holds_above_240(weight: torch.Tensor) -> bool:
     if weight.device.type == "meta":
         raise NoKernelScaleError("the weight is on the meta device; load it first")
-    if weight.dtype != torch.float8_e4m3fn or not holds_above_240(spans_of(weight)):
+    order = order_of(weight)
+    is_e4m3 = weight.dtype == torch.float8_e4m3fn if order is None else order.element == "e4m3"
+    if not is_e4m3 or not holds_above_240(spans_of(weight)):
         return False
     if neuron.computes_in_e4m3():
         return True

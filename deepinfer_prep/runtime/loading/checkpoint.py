@@ -106,7 +106,11 @@ class PreparedCheckpoint:
                 self._files = _open_files(self.folder, contents.manifest)
         self.manifest: Manifest = contents.manifest
         self.tensors: Mapping[str, StoredTensor] = contents.tensors
-        """Every tensor by name, those of the sidecar last."""
+        """Every tensor by name, those of the sidecar last.
+
+        A weight in the kernels' order is there under its own name, read row-major, and under the name that its bytes
+        are stored under, as uint8: parts of these are in the kernels' order as well, and have to be whole bands.
+        """
         self._grids = contents.grids
         self._verifier = None
         if verify != "headers":
@@ -128,7 +132,11 @@ class PreparedCheckpoint:
     def names(self) -> tuple[str, ...]:
         """The tensors of the main shards, which are those of the source, in the order of their files."""
         sidecar = frozenset(self.manifest.sidecar)
-        return tuple(name for name, tensor in self.tensors.items() if tensor.file not in sidecar)
+        return tuple(
+            name
+            for name, tensor in self.tensors.items()
+            if tensor.file not in sidecar and (tensor.banded is None or tensor.is_restored)
+        )
 
     @property
     def bytes_read(self) -> int:

@@ -12,12 +12,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 from deepinfer_prep.errors import ManifestError
+from deepinfer_prep.files.bands import BandedWeight
 from deepinfer_prep.files.container import Header, TensorInfo, read_header
 from deepinfer_prep.files.storage import FileState, Place, Readable
 from deepinfer_prep.files.untrusted import leads_out
 from deepinfer_prep.manifest import Manifest, read_manifest
 from deepinfer_prep.naming import MANIFEST_NAME, MARKER, WORKSPACE_NAME
 from deepinfer_prep.runtime.dtypes import TORCH_DTYPES, torch_shape
+from deepinfer_prep.runtime.loading.banded_layout import BandedLayout
 from deepinfer_prep.runtime.loading.byte_layout import FileLayout
 from deepinfer_prep.runtime.loading.consistency import contradictions, is_grid, scale_grid
 
@@ -47,6 +49,10 @@ class StoredTensor(NamedTuple):
     file: str
     start: int
     """Offset of its first byte in the file."""
+    banded: BandedWeight | None = None
+    """Of a weight that is stored in the kernels' order."""
+    is_restored: bool = False
+    """Whether it is read row-major all the same: the weight itself, and not the bytes that are stored for it."""
 
     @property
     def nbytes(self) -> int:
@@ -54,14 +60,19 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def layout(self) -> FileLayout:
+    def layout(self) -> FileLayout | BandedLayout:
         """Its bytes in the file."""
+        if self.banded is not None:
+            return BandedLayout(self.start, self.banded)
         return FileLayout(self.start, self.shape, self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A finished output's manifest, and every tensor of its shards and its sidecar, in the order of the files."""
+    """A finished output's manifest, and every tensor of its shards and its sidecar, in the order of the files.
+
+    A weight in the kernels' order is there twice: as it is, under its own name, and as it is stored.
+    """
 
     manifest: Manifest
     tensors: Mapping[str, StoredTensor]
@@ -79,16 +90,12 @@ def read_contents(folder: Place) -> Contents:
     """
     _refuse_unfinished(folder)
     manifest = read_manifest(folder)
-    if any(record.layout is not None for record in manifest.weights.values()):
-        raise ManifestError(
-            f"{folder}: its weights stand in the kernels' order (--layout kernel), which this loader does not read. "
-            "Convert the checkpoint with --layout stored."
-        )
     tensors: dict[str, StoredTensor] = {}
     names = (*manifest.shards, *manifest.sidecar)
     for name, header in zip(names, _read_headers(folder, names, manifest), strict=True):
         tensors.update((info.name, _stored(folder, name, header, info)) for info in header.tensors)
-    return _checked(folder, manifest, tensors)
+    _check_names(folder, manifest, tensors)
+    return _checked(folder, manifest, dict(_with_restored(folder, manifest, tensors)))
 
 
 def computed_contents(folder: Place, output: ComputedOutput) -> Contents:
@@ -104,7 +111,6 @@ def computed_contents(folder: Place, output: ComputedOutput) -> Contents:
 
 
 def _checked(folder: Place, manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> Contents:
-    _check_names(folder, manifest, tensors)
     problems = contradictions(manifest, tensors)
     if problems:
         raise ManifestError(
@@ -164,6 +170,34 @@ def _stored(folder: Place, file: str, header: Header, info: TensorInfo) -> Store
     return StoredTensor(info.name, dtype, torch_shape(info.dtype, info.shape), file, header.data_start + info.start)
 
 
+def _with_restored(
+    folder: Place, manifest: Manifest, tensors: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """All tensors, before each weight in the kernels' order the same weight row-major.
+
+    Raises:
+        ManifestError: what is stored for a weight is not as the manifest says.
+    """
+    weights = {record.tensor(name): name for name, record in manifest.weights.items() if record.layout is not None}
+    for stored, tensor in tensors.items():
+        if stored not in weights:
+            yield stored, tensor
+            continue
+        name = weights[stored]
+        record = manifest.weights[name]
+        layout = record.layout
+        assert layout is not None
+        if name in tensors or (tensor.dtype, tensor.shape) != (torch.uint8, layout.shape):
+            beside = f" beside {name!r}" if name in tensors else ""
+            raise ManifestError(
+                f"{folder / tensor.file}: tensor {stored!r} is {tensor.dtype} {list(tensor.shape)}{beside}, but "
+                f"{MANIFEST_NAME} says that it holds {name!r}, as torch.uint8 {list(layout.shape)}. {_VERIFY}"
+            )
+        banded = BandedWeight(layout.shape, record.element)
+        yield name, tensor._replace(name=name, dtype=TORCH_DTYPES[layout.dtype], banded=banded, is_restored=True)
+        yield stored, tensor._replace(banded=banded)
+
+
 def _check_names(folder: Place, manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> None:
     absent = [name for name in _named_tensors(manifest) if name not in tensors]
     if absent:
@@ -183,7 +217,7 @@ def _grids(manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> Iterator[
 
 def _named_tensors(manifest: Manifest) -> Iterator[str]:
     for name, weight in manifest.weights.items():
-        yield name
+        yield weight.tensor(name)
         yield weight.scale
         if weight.kernel_scale is not None:
             yield weight.kernel_scale

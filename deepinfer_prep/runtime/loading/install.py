@@ -8,9 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
-from deepinfer_prep.runtime.attributes import ATTACHED, BLOCK128_SCALE, HI, KERNEL_SCALE, KERNEL_WEIGHT, LO, SCALE
-from deepinfer_prep.runtime.held_tensors import keep_loaded_scale
+from deepinfer_prep.runtime.attributes import (
+    ATTACHED,
+    BLOCK128_SCALE,
+    HI,
+    KERNEL_ORDER,
+    KERNEL_SCALE,
+    KERNEL_WEIGHT,
+    LO,
+    SCALE,
+)
+from deepinfer_prep.runtime.held_tensors import keep_loaded_order, keep_loaded_scale
 from deepinfer_prep.runtime.loading.assembly import Assembly, PlacedPart, row_axis
+from deepinfer_prep.runtime.loading.kernel_order import KernelOrder, reorder
 from deepinfer_prep.runtime.loading.plan import LoadPlan, PlannedSlot
 from deepinfer_prep.runtime.loading.requests import Request
 from deepinfer_prep.runtime.loading.scale_form import AS_STORED, ScaleForm
@@ -55,6 +65,9 @@ class Filling:
         """Replace what is on the meta device and attach what belongs to each tensor, once all is read."""
         for pending in self._slots:
             slot, data = pending.planned.slot, pending.value(results)
+            if pending.planned.kernel_order is not None:
+                slot.install(data.view(pending.planned.kernel_order.weight.flat_shape))
+                continue
             if pending.planned.is_cast:
                 data = data.to(slot.tensor.dtype)
             if slot.is_meta:
@@ -76,8 +89,30 @@ class Filling:
             for name, part in zip((HI, LO), attachments.hi_lo, strict=True):
                 attributes[name] = self._attachment(part, device)
         is_filled_in_place = not slot.is_meta and not planned.is_cast
-        value = self._value(planned.value, slot.tensor.detach() if is_filled_in_place else None, device)
+        out = slot.tensor.detach() if is_filled_in_place else None
+        if planned.kernel_order is None:
+            value = self._value(planned.value, out, device)
+        else:
+            value = self._in_kernel_order(planned.value, planned.kernel_order, out, device)
         return _PendingSlot(planned, value, attributes)
+
+    def _in_kernel_order(
+        self, value: Assembly, order: KernelOrder, out: torch.Tensor | None, device: torch.device
+    ) -> _Pending:
+        """The bytes of a weight in the kernels' order, uint8 of its shape."""
+        if out is not None:
+            out = out.view(torch.uint8)
+        if order.stored is not None:
+            return self._value(order.stored, out, device)
+        rows = new_host_tensor(value.shape, torch.uint8)
+        read = self._request(value, rows, torch.device("cpu"))
+
+        def reordered(results: Sequence[torch.Tensor]) -> torch.Tensor:
+            content = read(results)
+            reorder(order.weight, content)
+            return content.to(device) if out is None else out.copy_(content)
+
+        return reordered
 
     def _value(self, assembly: Assembly, out: torch.Tensor | None, device: torch.device) -> _Pending:
         if out is None and assembly.is_single:
@@ -122,8 +157,11 @@ class Filling:
             attributes[BLOCK128_SCALE] = attachments.block128.apply(attributes[SCALE], planned.value.shape[:-2])
         if attachments.scale_slot is None and SCALE in attributes:
             attributes[SCALE] = self._in_form(attributes[SCALE], attachments.form)
+        order = None if planned.kernel_order is None else planned.kernel_order.weight
         if KERNEL_SCALE in attributes or BLOCK128_SCALE in attributes:
-            if slot.tensor.is_contiguous():
+            if order is not None:
+                attributes[KERNEL_WEIGHT] = slot.tensor.detach().view(order.shape)
+            elif slot.tensor.is_contiguous():
                 attributes[KERNEL_WEIGHT] = slot.tensor.detach().view(torch.uint8)
             else:
                 log.warning("%s: no kernel takes it, because it is not row-major in memory", slot.name)
@@ -132,9 +170,12 @@ class Filling:
                 tensor.__dict__.pop(name, None)
             for name, attribute in attributes.items():
                 setattr(tensor, name, attribute)
+            if order is not None:
+                setattr(tensor, KERNEL_ORDER, order)
             own_scale = None if attachments.scale_slot is not None else attributes.get(SCALE)
             for owner in owners:
                 keep_loaded_scale(owner.module, owner.attribute, own_scale)
+                keep_loaded_order(owner.module, owner.attribute, order)
 
     def _in_form(self, scale: torch.Tensor, form: ScaleForm) -> torch.Tensor:
         """The scale in the form asked for; weights that share one share the other as well."""

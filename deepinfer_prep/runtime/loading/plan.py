@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from deepinfer_prep.errors import RefusedError, list_some
+from deepinfer_prep.runtime.attributes import KERNEL_ORDER
 from deepinfer_prep.runtime.dtypes import FLOAT_NAMES, holds_same_bytes
 from deepinfer_prep.runtime.loading.assembly import Assembly, AssemblyError, SourcePart, assemble, pad_rows, row_axis
 from deepinfer_prep.runtime.loading.attachments import Attachments, attachments_of
 from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint
+from deepinfer_prep.runtime.loading.kernel_order import KernelOrder, kernel_order_of
 from deepinfer_prep.runtime.loading.rules import LoadRules, is_named
 from deepinfer_prep.runtime.loading.scale_form import ScaleFormError
 from deepinfer_prep.runtime.loading.slices import Slice, SliceError, part_shape
@@ -32,6 +34,8 @@ class PlannedSlot:
     slot: Slot
     value: Assembly
     attachments: Attachments
+    kernel_order: KernelOrder | None
+    """Of a weight whose bytes go into the slot in that order."""
 
     @property
     def is_cast(self) -> bool:
@@ -206,7 +210,9 @@ def _planned(
         except (AssemblyError, ScaleFormError, SliceError) as error:
             problems.append(f"{name}: {error}.".replace("..", "."))
             continue
-        yield PlannedSlot(slot, value, attachments)
+        is_flat = slot.is_meta or slot.tensor.is_contiguous()
+        order = kernel_order_of(checkpoint, value, attachments) if is_flat else None
+        yield PlannedSlot(slot, value, attachments, order)
 
 
 def _parameters_of(chosen: Mapping[str, list[SourcePart]]) -> dict[str, list[str]]:
@@ -237,6 +243,11 @@ def _padded(value: Assembly, wanted: tuple[int, ...]) -> Assembly:
 
 
 def _mismatch(checkpoint: PreparedCheckpoint, name: str, found: torch.Tensor, value: Assembly, rules: LoadRules) -> str:
+    if hasattr(found, KERNEL_ORDER):
+        return (
+            f"{name} was loaded in the kernels' order before, which changed its shape and dtype; to load it again, "
+            "build the model anew."
+        )
     if tuple(found.shape) != value.shape:
         return (
             f"{name}: wrong shape: the model has {list(found.shape)}, the checkpoint gives {list(value.shape)} "

@@ -10,11 +10,19 @@ import torch
 
 from deepinfer_prep.errors import CheckpointError
 from deepinfer_prep.runtime.dtypes import holds_same_bytes
+from deepinfer_prep.runtime.loading.banded_layout import BandedLayout
 from deepinfer_prep.runtime.loading.contents import StoredTensor
 from deepinfer_prep.runtime.loading.remote_file import RemoteTensorFile
 from deepinfer_prep.runtime.loading.slices import WHOLE, Bounds, Slice, bounds_of, shape_of
 from deepinfer_prep.runtime.loading.tensor_file import TensorFile, new_host_tensor
-from deepinfer_prep.runtime.loading.transfers import Fill, Transfer, fill_transfers, populate_transfers
+from deepinfer_prep.runtime.loading.transfers import (
+    Fill,
+    RestoredFill,
+    Transfer,
+    fill_transfers,
+    populate_transfers,
+    restore_transfers,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +47,7 @@ class Batch:
         self._mapped = mapped and device.type == "cpu"
         self._views: dict[str, list[tuple[int, int]]] = {}
         self._fills: dict[str, list[Fill]] = {}
+        self._restored: dict[str, list[RestoredFill]] = {}
 
     def add(self, tensor: StoredTensor, part: Slice, out: torch.Tensor | None) -> torch.Tensor:
         """Take a request and return the tensor that will hold the result.
@@ -47,13 +56,17 @@ class Batch:
             CheckpointError: `out` has another shape or dtype.
             SliceError: the part does not lie in the tensor.
         """
+        layout, where = tensor.layout, f"{self._files[tensor.file].place}: tensor {tensor.name!r}"
+        if tensor.is_restored and isinstance(layout, BandedLayout):
+            return self._add_restored(tensor, layout, bounds_of(part, tensor.shape, where), out, where)
         if out is None and part.is_whole:
             view = self._view(tensor, tensor.start, tensor.shape)
             if view is not None:
                 return view
-        layout, where = tensor.layout, f"{self._files[tensor.file].place}: tensor {tensor.name!r}"
         bounds = bounds_of(part, tensor.shape, where)
         shape = shape_of(bounds)
+        if isinstance(layout, BandedLayout):
+            layout.check(bounds, where)
         if out is None:
             runs = layout.runs(bounds)
             view = self._view(tensor, runs.start, shape) if runs is not None and runs.count == 1 else None
@@ -67,11 +80,23 @@ class Batch:
             self._fills.setdefault(tensor.file, []).append(Fill(self._files[tensor.file], layout, bounds, target))
         return out
 
+    def _add_restored(
+        self, tensor: StoredTensor, layout: BandedLayout, bounds: Bounds, out: torch.Tensor | None, where: str
+    ) -> torch.Tensor:
+        if out is None:
+            out = self._new(shape_of(bounds), tensor.dtype)
+        _check_out(out, shape_of(bounds), tensor.dtype, where)
+        if out.numel():
+            fill = RestoredFill(self._files[tensor.file], layout, bounds, out.detach())
+            self._restored.setdefault(tensor.file, []).append(fill)
+        return out
+
     def extents(self) -> Iterator[tuple[str, int, int]]:
         """File, first byte and end of everything that is read."""
         for name in self._files:
             yield from ((name, start, end) for start, end in self._views.get(name, ()))
-            yield from ((name, *fill.layout.extent(fill.bounds)) for fill in self._fills.get(name, ()))
+            fills = (*self._fills.get(name, ()), *self._restored.get(name, ()))
+            yield from ((name, *fill.layout.extent(fill.bounds)) for fill in fills)
 
     def transfers(self) -> Iterator[Transfer]:
         """All steps, in the order of the files."""
@@ -79,6 +104,8 @@ class Batch:
             if isinstance(file, TensorFile):
                 yield from populate_transfers(file, sorted(self._views.get(name, ())))
             yield from fill_transfers(sorted(self._fills.get(name, ()), key=_first_byte))
+            for restored in sorted(self._restored.get(name, ()), key=_first_byte):
+                yield from restore_transfers(restored)
 
     def _view(self, tensor: StoredTensor, start: int, shape: tuple[int, ...]) -> torch.Tensor | None:
         """A view of contiguous bytes; None where they have to be copied."""
@@ -96,7 +123,7 @@ class Batch:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
 
-def _first_byte(fill: Fill) -> tuple[int, Bounds]:
+def _first_byte(fill: Fill | RestoredFill) -> tuple[int, Bounds]:
     return fill.layout.start, fill.bounds
 
 

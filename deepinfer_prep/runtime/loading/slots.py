@@ -48,9 +48,9 @@ class Slot:
         return self.tensor.is_meta
 
     def install(self, data: torch.Tensor) -> None:
-        """Put a tensor with memory in the place of those on the meta device, wherever they are held.
+        """Put a tensor with memory in the place of the slot's own, wherever they are held.
 
-        Class, attributes and `requires_grad` of a parameter are kept.
+        Class and attributes of a parameter are kept, and `requires_grad` where its dtype allows it.
         """
         for number, owners in enumerate(self.owners):
             new = _with_data(self.tensors[number], data)
@@ -113,7 +113,7 @@ def _with_data(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """`data` as what `old` is: a parameter of its class with its attributes, or a plain tensor."""
     if not isinstance(old, nn.Parameter):
         return data
-    new = nn.Parameter(data, requires_grad=old.requires_grad)
+    new = nn.Parameter(data, requires_grad=old.requires_grad and (data.is_floating_point() or data.is_complex()))
     if type(old) is not nn.Parameter:
         new.__class__ = type(old)
     new.__dict__.update(old.__dict__)

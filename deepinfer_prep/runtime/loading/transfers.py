@@ -10,9 +10,12 @@ import torch
 
 from deepinfer_prep import fp8
 from deepinfer_prep.files.storage import MOST_BUFFERS
+from deepinfer_prep.kernel_layout import to_stored_order
+from deepinfer_prep.quantized import Element
+from deepinfer_prep.runtime.loading.banded_layout import BandedLayout
 from deepinfer_prep.runtime.loading.byte_layout import ByteRuns, FileLayout
 from deepinfer_prep.runtime.loading.remote_file import RemoteTensorFile
-from deepinfer_prep.runtime.loading.slices import Bounds
+from deepinfer_prep.runtime.loading.slices import Bounds, Range
 from deepinfer_prep.runtime.loading.tensor_file import TensorFile
 
 LIMIT_BYTES = 8 * 1024 * 1024
@@ -107,11 +110,48 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Restore:
+    """Read columns of one band of a weight in the kernels' order, and put some of its rows into a row-major tensor."""
+
+    file: TensorFile | RemoteTensorFile
+    start: int
+    band_rows: int
+    rows: Range
+    """Of the band."""
+    element: Element
+    out: torch.Tensor
+    """[rows, columns in bytes]"""
+
+    @property
+    def nbytes(self) -> int:
+        return self.out.numel()
+
+    def run(self, scratch: fp8.U8) -> int:
+        columns = self.out.shape[-1]
+        size = self.band_rows * columns
+        ordered, restored = scratch[:size], scratch[LIMIT_BYTES:][:size].reshape(self.band_rows, columns)
+        self.file.read_scattered([ordered.data], self.start)
+        to_stored_order(ordered.reshape(columns, self.band_rows), restored, self.element)
+        self.out.copy_(torch.from_numpy(restored[slice(*self.rows)]))
+        return size
+
+
+@dataclass(frozen=True, slots=True)
 class Fill:
     """A tensor and the part of a stored tensor that fills it."""
 
     file: TensorFile | RemoteTensorFile
-    layout: FileLayout
+    layout: FileLayout | BandedLayout
+    bounds: Bounds
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredFill:
+    """A row-major tensor and the part of a weight in the kernels' order that fills it."""
+
+    file: TensorFile | RemoteTensorFile
+    layout: BandedLayout
     bounds: Bounds
     out: torch.Tensor
 
@@ -139,6 +179,26 @@ def fill_transfers(fills: Iterable[Fill]) -> Iterator[Transfer]:
         waiting.append(transfer)
     if waiting:
         yield _joined(waiting)
+
+
+def restore_transfers(fill: RestoredFill) -> Iterator[Transfer]:
+    """Steps that fill a row-major tensor of one-byte elements from a weight in the kernels' order."""
+    out = fill.out.view(torch.uint8)
+    top = fill.bounds[-2][0]
+    for matrix, start, one in fill.layout.slices(fill.bounds):
+        step = max(1, LIMIT_BYTES // one.band.rows)
+        target = out[matrix[0][0] - fill.bounds[0][0]] if matrix else out
+        first = one.band.first + one.first_row - top
+        target = target[first : first + one.end_row - one.first_row]
+        for column in range(0, one.columns, step):
+            yield Restore(
+                fill.file,
+                start + column * one.band.rows,
+                one.band.rows,
+                (one.first_row, one.end_row),
+                fill.layout.weight.element,
+                target[:, column : min(column + step, one.columns)],
+            )
 
 
 def _joined_extents(extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

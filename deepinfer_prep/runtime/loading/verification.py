@@ -12,6 +12,7 @@ import xxhash
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import CheckpointError, list_some
 from deepinfer_prep.files import segments
+from deepinfer_prep.files.bands import BandedWeight
 from deepinfer_prep.manifest import Manifest
 from deepinfer_prep.runtime.loading.contents import StoredTensor
 from deepinfer_prep.runtime.loading.tensor_file import TensorFile
@@ -31,6 +32,13 @@ class CodeRange:
     name: str
     start: int
     end: int
+    banded: BandedWeight | None
+    """Of a weight in the kernels' order."""
+
+    def element(self, position: int) -> int:
+        """The index of the element whose code is at a byte of the file."""
+        offset = position - self.start
+        return offset if self.banded is None else self.banded.stored_offset(offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,7 @@ class CheckSegment:
             codes = chunk[first - position : max(first, last) - position]
             index = stringzilla.find_first_of(codes.data, _ABOVE_240) if codes.size else -1
             if index >= 0:
-                code, element = int(codes[index]), first + index - weight.start
+                code, element = int(codes[index]), weight.element(first + index)
                 raise CheckpointError(
                     f"{self.file.place}: tensor {weight.name!r}: element {element:,} is the fp8 code 0x{code:02x} "
                     f"({fp8.decode_e4m3fn(code):g}), which the hardware reads as infinity or NaN: no converted weight "
@@ -113,7 +121,8 @@ class Verifier:
         self._checked: set[tuple[str, int]] = set()
         self._tensors: dict[str, list[StoredTensor]] = {name: [] for name in files}
         for tensor in tensors.values():
-            self._tensors[tensor.file].append(tensor)
+            if tensor.banded is None or tensor.is_restored:
+                self._tensors[tensor.file].append(tensor)
         halved = (name for name, record in manifest.weights.items() if record.element == "e4m3")
         self._halved = frozenset({*halved, *manifest.unscaled}) if codes else frozenset()
 
@@ -134,7 +143,9 @@ class Verifier:
         end = min(start + segments.SEGMENT_BYTES, record.size)
         inside = [one for one in self._tensors[name] if one.start < end and one.start + one.nbytes > start]
         codes = tuple(
-            CodeRange(one.name, one.start, one.start + one.nbytes) for one in inside if one.name in self._halved
+            CodeRange(one.name, one.start, one.start + one.nbytes, one.banded)
+            for one in inside
+            if one.name in self._halved
         )
         names = tuple(one.name for one in inside)
         return CheckSegment(self._files[name], start, end, record.digests[number], names, codes, self._mapped)
