@@ -22,7 +22,7 @@ from nki_emulator.cost import ENGINES
 from tests.kernels.cases import GEMMS
 from tests.kernels.fusions import FUSIONS, verdict
 from tests.kernels.models import HIDDEN, ROWS, V41_FP4, V41_FP8, Modelled, gemm_model, hyper_connection_models
-from tests.kernels.small_models import CONTEXTS, LATENT, index_model, norm_model, pool_model, swiglu_model
+from tests.kernels.small_models import CONTEXTS, LATENT, expert_model, index_model, norm_model, pool_model, swiglu_model
 
 TABLES = ("gemm", "hc", "norm", "pool", "index", "fusions")
 
@@ -43,6 +43,7 @@ def _hc_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, list[Mode
 def _norm_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, list[Modelled]]]:
     for columns in (HIDDEN, LATENT):
         yield f"rmsnorm, d = {columns}", [norm_model(m, columns, cores) for m in rows]
+    yield "fp4_expert", [expert_model(m, cores) for m in rows]
     yield "swiglu, h = 2304", [swiglu_model(m, cores=cores) for m in rows]
 
 

@@ -58,7 +58,9 @@ __all__ = [
     "weights_iterator",
 ]
 
-_MODULES = frozenset({"attention", "deepinfer", "fp8", "gemm", "index", "mhc", "neuron", "norm", "pool", "regions"})
+_MODULES = frozenset(
+    {"attention", "deepinfer", "experts", "fp8", "gemm", "index", "mhc", "neuron", "norm", "pool", "regions"}
+)
 _HOMES = {
     "LoadReport": "load",
     "PreparedCheckpoint": "loading.checkpoint",

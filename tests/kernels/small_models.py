@@ -11,7 +11,7 @@ from nki_emulator.cost import ENGINES, KernelCost, ProgramCost, hbm_floor
 from tests.kernels.models import HIDDEN, Modelled, kernel_model
 
 with installed():
-    from deepinfer_prep.kernels import compress_pool, index_score, rmsnorm, swiglu
+    from deepinfer_prep.kernels import compress_pool, fp4_expert, index_score, rmsnorm, swiglu
 
 INTER = 2304
 LATENT = 512
@@ -21,6 +21,15 @@ LONG = 32768
 
 CONTEXTS = {"8k": 8192, "128k": 131072, "1M": 1048576}
 """Tokens of context: at ratio 1 as many entries, at ratio 2 half of them."""
+
+
+def expert_model(tokens: int, cores: int = 2) -> Modelled:
+    """A routed expert in one launch. The floor is the time to read its three weights once, without scales."""
+    up, up_scale = TensorSpec((INTER, HIDDEN // 2), "uint8"), TensorSpec((INTER, HIDDEN // 32), "uint8")
+    down, down_scale = TensorSpec((HIDDEN, INTER // 2), "uint8"), TensorSpec((HIDDEN, INTER // 32), "uint8")
+    x, weight = TensorSpec((tokens, HIDDEN), "bfloat16"), TensorSpec((tokens, 1), "float32")
+    arguments = [x, up, up_scale, up, up_scale, down, down_scale, weight]
+    return kernel_model(fp4_expert.kernel, arguments, 3 * INTER * HIDDEN // 2, cores)
 
 
 def norm_model(tokens: int, columns: int = HIDDEN, cores: int = 2) -> Modelled:

@@ -1,0 +1,51 @@
+"""A routed expert in one launch that is left out where no token was routed to it."""
+
+import nki
+import nki.language as nl
+
+from .fp4_expert import activate_share, inner_rows, wait_for_both
+from .gate import fill_zero, trips_if_one
+from .gemm_fp4 import linear_fp4
+
+
+@nki.jit
+def kernel(
+    x: nl.ndarray,
+    gate: nl.ndarray,
+    gate_scale: nl.ndarray,
+    up: nl.ndarray,
+    up_scale: nl.ndarray,
+    down: nl.ndarray,
+    down_scale: nl.ndarray,
+    weight: nl.ndarray,
+    flag: nl.ndarray,
+) -> nl.ndarray:
+    """`fp4_expert.kernel` where flag int32 [1, 1] is 1; otherwise zeros, and no weight of the expert is read.
+
+    Each step is a loop of its own: a loop keeps the tiles of its body, and the barrier stands outside of all, where
+    both cores reach it in any case.
+    """
+    m = x.shape[0]
+    out = nl.ndarray((m, down.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    gated, raised, hidden = inner_rows(m, gate.shape[0])
+    fill_zero(out)
+    trips = trips_if_one(flag)
+
+    def gate_once(_index: nl.ndarray) -> None:
+        linear_fp4(gated, x, gate, gate_scale, True)
+
+    def up_once(_index: nl.ndarray) -> None:
+        linear_fp4(raised, x, up, up_scale, True)
+
+    def activate_once(_index: nl.ndarray) -> None:
+        activate_share(hidden, gated, raised, weight)
+
+    def down_once(_index: nl.ndarray) -> None:
+        linear_fp4(out, hidden, down, down_scale, True)
+
+    nl.fori_loop(0, trips, gate_once)
+    nl.fori_loop(0, trips, up_once)
+    nl.fori_loop(0, trips, activate_once)
+    wait_for_both(hidden)
+    nl.fori_loop(0, trips, down_once)
+    return out

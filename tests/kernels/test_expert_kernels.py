@@ -1,0 +1,81 @@
+"""An expert in one launch against its steps as kernels, bit for bit, and against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nki_emulator import installed, run
+
+from deepinfer_prep.kernels import expert_reference
+from tests.kernels.cases import GEMMS, ON_SIMULATOR, blockquant, make_case
+from tests.kernels.models import gemm_model
+from tests.kernels.small_models import expert_model
+
+with installed():
+    from deepinfer_prep.kernels import fp4_expert, fp4_expert_gated, swiglu
+
+FP4 = next(gemm for gemm in GEMMS if gemm.name == "fp4_linear")
+K, H, N = 384, 512, 256
+
+
+def arguments(m: int) -> list[torch.Tensor]:
+    """x, three weights with their scales, and routing weights."""
+    gate, up, down = make_case(FP4, m, H, K), make_case(FP4, m, H, K, "all codes"), make_case(FP4, m, N, H)
+    weight = torch.rand(m, 1, generator=torch.Generator().manual_seed(m)) + 0.5
+    return [gate.x, gate.w, gate.scale, up.w, up.scale, down.w, down.scale, weight]
+
+
+@pytest.mark.parametrize("m", [1, 3, 16, 32, 130])
+def test_one_launch_gives_what_its_steps_give(m: int) -> None:
+    x, gate, gate_scale, up, up_scale, down, down_scale, weight = arguments(m)
+    weight[:] = 1.0
+    gated = run(blockquant.fp4_linear, x, gate, gate_scale).output
+    hidden = run(swiglu.kernel, gated, run(blockquant.fp4_linear, x, up, up_scale).output).output
+    expected = run(blockquant.fp4_linear, hidden, down, down_scale).output
+    found = run(fp4_expert.kernel, x, gate, gate_scale, up, up_scale, down, down_scale, weight).output
+    assert torch.equal(found, expected)
+    assert expected.abs().max() > 0
+
+
+@pytest.mark.parametrize("m", [1, 16, 130])
+def test_two_cores_agree_with_one_and_with_the_reference(m: int) -> None:
+    case = arguments(m)
+    found = run(fp4_expert.kernel, *case).output
+    assert torch.equal(found, run(fp4_expert.kernel, *case, grid=2).output)
+    expected = expert_reference.fp4_expert(*case)
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error < 2.0**-8
+
+
+@pytest.mark.parametrize("m", [1, 130])
+def test_routing_weights_are_multiplied_in_before_the_last_gemm(m: int) -> None:
+    case = arguments(m)
+    found = run(fp4_expert.kernel, *case).output
+    case[-1] = case[-1] * 2
+    doubled = run(fp4_expert.kernel, *case).output
+    assert torch.equal(doubled, 2 * found)
+
+
+@pytest.mark.parametrize("grid", [1, 2])
+@pytest.mark.parametrize(("flag", "on"), [(1, True), (0, False), (7, False), (-1, False)])
+def test_the_gate_leaves_all_of_it_out(flag: int, on: bool, grid: int) -> None:
+    case = arguments(3)
+    found = run(fp4_expert_gated.kernel, *case, torch.tensor([[flag]], dtype=torch.int32), grid=grid)
+    expected = run(fp4_expert.kernel, *case).output
+    assert torch.equal(found.output, expected if on else torch.zeros_like(expected))
+    read = [one for one in found.instructions or () if one.op == "nc_matmul"]
+    assert bool(read) == on or ON_SIMULATOR
+
+
+@pytest.mark.skipif(ON_SIMULATOR, reason="AWS's simulator keeps no record of instructions")
+def test_v41s_expert_fits_on_chip_and_costs_what_its_gemms_cost() -> None:
+    model = expert_model(128)
+    parts = [gemm_model(FP4, 128, *shape) for shape in ((2304, 5120), (2304, 5120), (5120, 2304))]
+    assert model.cost.bound == pytest.approx(sum(part.cost.bound for part in parts), rel=0.05)
+
+
+def test_the_reference_skips_what_the_flag_leaves_out() -> None:
+    case = arguments(3)
+    off, on = (torch.tensor([[flag]], dtype=torch.int32) for flag in (0, 1))
+    assert not expert_reference.fp4_expert_gated(*case, off).any()
+    assert torch.equal(expert_reference.fp4_expert_gated(*case, on), expert_reference.fp4_expert(*case))
