@@ -1,12 +1,13 @@
 """The unfinished run inside an output's prefix: identity, upload ids, journal, small files, and the ready manifest.
 
     .deepinfer-prep/run.json          who writes here: the run's identity and a random id
-    .deepinfer-prep/uploads/NAME      the id of the multipart upload of a large file
-    .deepinfer-prep/files/NAME        a small file, whole; publication copies it to its name
+    .deepinfer-prep/uploads/ID/NAME   the id of the multipart upload of a large file
+    .deepinfer-prep/files/ID/NAME     a small file, whole; publication copies it to its name
     .deepinfer-prep/journal/P-N       segments that are stored, one JSON object a line; each process P numbers its own
     .deepinfer-prep/manifest.json     there from the moment when everything is uploaded: the run is being published
 
-Objects are never appended to and hardly ever replaced, so that two equal runs can work side by side.
+Objects are never appended to and hardly ever replaced, so that two equal runs can work side by side. ID is the run's:
+what a process of an earlier run sends late lies beside what a later one takes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _AT_ONCE = 16
 _FORMAT = 1
 ROOT = WORKSPACE_NAME + "/"
 _RUN, _READY = ROOT + "run.json", ROOT + "manifest.json"
-_UPLOADS, _FILES, _JOURNAL = ROOT + "uploads/", ROOT + "files/", ROOT + "journal/"
+_JOURNAL = ROOT + "journal/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,14 @@ class S3Workspace:
         """Whether the store honours conditions on writes."""
         self._process = uuid.uuid4().hex[:12]
         self._entries = 0
+
+    @property
+    def _uploads(self) -> str:
+        return f"{ROOT}uploads/{self.run_id}/"
+
+    @property
+    def _files(self) -> str:
+        return f"{ROOT}files/{self.run_id}/"
 
     def read_run(self) -> tuple[str, Mapping[str, Any]] | None:
         """Id and identity of the run that is here, None where there is none."""
@@ -167,13 +176,13 @@ class S3Workspace:
 
     def find_upload(self, name: str) -> str | None:
         """The id of the upload of a file that this or an equal run began, None where there is none."""
-        known = self.get(_UPLOADS + name)
+        known = self.get(self._uploads + name)
         return None if known is None else known.decode()
 
     def start_upload(self, name: str) -> str:
         """A new upload, or that of an equal run which began one at the same moment."""
         upload = self.create_upload(name)
-        if self.put_new(_UPLOADS + name, upload.encode()) is not None:
+        if self.put_new(self._uploads + name, upload.encode()) is not None:
             return upload
         self.abort_upload(name, upload)
         return self.find_upload(name) or ""
@@ -181,7 +190,7 @@ class S3Workspace:
     def restart_upload(self, name: str) -> str:
         """A new upload in place of one that the store has aborted."""
         upload = self.create_upload(name)
-        self.put_object(_UPLOADS + name, memoryview(upload.encode()))
+        self.put_object(self._uploads + name, memoryview(upload.encode()))
         return upload
 
     def create_upload(self, name: str) -> str:
@@ -255,11 +264,11 @@ class S3Workspace:
 
     def small_files(self) -> dict[str, Stored]:
         """The small files that are in the store, by name."""
-        return {name[len(_FILES) :]: Stored(state.size, state.version) for name, state in self._list(_FILES)}
+        return {name[len(self._files) :]: Stored(state.size, state.version) for name, state in self._list(self._files)}
 
     def put_small(self, name: str, data: memoryview) -> Stored:
         """Store a small file."""
-        return Stored(len(data), self.put_object(_FILES + name, data)["ETag"])
+        return Stored(len(data), self.put_object(self._files + name, data)["ETag"])
 
     def copy_small(self, name: str) -> None:
         """Give a small file its final name; it stays here as well."""
@@ -267,7 +276,7 @@ class S3Workspace:
             client().copy_object(
                 Bucket=self.store.bucket,
                 Key=self.store.prefix + name,
-                CopySource={"Bucket": self.store.bucket, "Key": self.store.prefix + _FILES + name},
+                CopySource={"Bucket": self.store.bucket, "Key": self.store.prefix + self._files + name},
             )
 
     def read_ready(self) -> bytes | None:
