@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic
 
-# Read when ray is imported: its makers are told nothing, and its own lines stay off the terminal.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Read when ray is imported: its makers are told nothing.
 
 import ray
 from ray.exceptions import RayError

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes with one processor each, on this machine."""
+"""One cluster for all tests that need one."""
 
 from __future__ import annotations
 
@@ -8,23 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.engines.cluster import running_cluster
+
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     pytest.importorskip("ray", reason="the extra ray is not installed")
-    from ray.cluster_utils import Cluster
-
-    import deepinfer_prep.engines.ray_engine  # noqa: F401  # Sets what ray reads when it is imported.
-
-    started = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **NODE})
-    try:
-        started.add_node(**NODE)
+    with running_cluster() as started:
         yield started
-    finally:
-        started.shutdown()
-
-
-NODE = {"num_cpus": 1, "object_store_memory": 80 * 1024 * 1024}
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from deepinfer_prep import Progress, RefusedError, convert_checkpoint, verify_ch
 from deepinfer_prep.engines import open_engine
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.files import segments
-from tests.engines.conftest import NODE
+from tests.engines.cluster import NODE
 from tests.hostile.checkpoints import WORKSPACE, convert, write_checkpoint
 from tests.small_files import tree, write_config, write_file
 
