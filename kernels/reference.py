@@ -137,19 +137,19 @@ def hc_expand(hidden: Tensor) -> Tensor:
 
 
 def hc_collapse(x: Tensor, mix: Tensor) -> Tensor:
-    """x bf16 [t, 4, h], mix fp32 [t, 4] -> bf16 [t, h]: the sum over streams of mix times x."""
+    """x bf16 [t, 4, h], mix fp32 [t, 4] -> bf16 [t, h]: the sum over streams of mix times x, in the type of x."""
     weighted = x.float() * mix.float().unsqueeze(-1)
-    return weighted.sum(dim=-2).to(torch.bfloat16)
+    return weighted.sum(dim=-2).to(x.dtype)
 
 
 def hc_attn_out(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """out[t, j] = post[t, j] * x[t] + sum over i of comb[t, i, j] * residual[t, i].
 
-    x bf16 [t, h], residual bf16 [t, 4, h], post fp32 [t, 4], comb fp32 [t, 4, 4] -> bf16 [t, 4, h].
+    x bf16 [t, h], residual bf16 [t, 4, h], post fp32 [t, 4], comb fp32 [t, 4, 4] -> bf16 [t, 4, h], in residual's type.
     """
     fresh = post.float().unsqueeze(-1) * x.float().unsqueeze(-2)
     kept = comb.float().transpose(-1, -2) @ residual.float()
-    return (fresh + kept).to(torch.bfloat16)
+    return (fresh + kept).to(residual.dtype)
 
 
 def sinkhorn(logits: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The compressor's state: tokens wait in a ring until their group is complete, then become one entry.
 
 `state_cache` is fp32 [slots, size, 2, d]: the token at position p of the sequence in a slot lies in row p % size, its
-score first and its latent second. `DEEPINFER_NEURON_NKI_ATTN=0` turns the pool's kernel off.
+score first and its latent second. Groups are pooled by `runtime.pool`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def compress_and_update_state_decode(
     context_lens: torch.Tensor,
     max_seqlen_q: int,
     ratio: int,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """Store all tokens of a decode step, then pool the groups that they complete.
 
@@ -35,9 +36,10 @@ def compress_and_update_state_decode(
         context_lens: integers [t], each token's position and one.
         max_seqlen_q: the most tokens that a sequence has in a step.
         ratio: tokens of a group.
+        dtype: bf16 or fp32; what the pool is rounded to.
 
     Returns:
-        bf16 [t, d]; zeros for a token that completes no group.
+        `dtype` [t, d]; zeros for a token that completes no group.
 
     Raises:
         PrepError: the ring is too small.
@@ -52,7 +54,7 @@ def compress_and_update_state_decode(
     state_cache.index_put_((slots, positions % size), torch.stack([score, latent], dim=1).to(state_cache.dtype))
     members = positions.unsqueeze(-1) - ratio + 1 + torch.arange(ratio, device=positions.device)
     kept = state_cache[slots.unsqueeze(-1), members % size]
-    return _complete(kept, context_lens % ratio == 0)
+    return _complete(kept, context_lens % ratio == 0, dtype)
 
 
 def compress_and_update_state_prefill(
@@ -65,6 +67,7 @@ def compress_and_update_state_prefill(
     cu_seqlens_k: torch.Tensor,
     cu_compressed_seqlens_q: torch.Tensor,
     ratio: int,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """Pool the groups that a prefill step completes, then keep its last tokens.
 
@@ -80,9 +83,10 @@ def compress_and_update_state_prefill(
         cu_seqlens_k: integers [sequences + 1], the same of all tokens up to the end of the step.
         cu_compressed_seqlens_q: integers [sequences + 1], where each sequence's rows of the result begin.
         ratio: tokens of a group.
+        dtype: bf16 or fp32; what the pool is rounded to.
 
     Returns:
-        bf16 [c, d]; zeros for a row without a complete group.
+        `dtype` [c, d]; zeros for a row without a complete group.
     """
     fresh = torch.stack([score, latent], dim=1).to(state_cache.dtype)
     ends = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
@@ -93,7 +97,7 @@ def compress_and_update_state_prefill(
     group = starts[of_row] // ratio + row
     members = group.unsqueeze(-1) * ratio + torch.arange(ratio, device=of_row.device)
     kept = _tokens(fresh, old, of_row.unsqueeze(-1), members, starts, cu_seqlens_q)
-    pooled = _complete(kept, (group + 1) * ratio <= ends[of_row])
+    pooled = _complete(kept, (group + 1) * ratio <= ends[of_row], dtype)
     state_cache.index_put_((state_block_idx.long(),), _newest(fresh, old, starts, ends, cu_seqlens_q))
     return pooled
 
@@ -124,7 +128,7 @@ def _newest(
     return _tokens(fresh, old, sequences, positions, starts, first_tokens)
 
 
-def _complete(members: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
+def _complete(members: torch.Tensor, complete: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The pool of groups [c, ratio, 2, d], zeros where a group is not complete."""
-    pooled = compress_pool(members[:, :, 0].contiguous(), members[:, :, 1].contiguous())
-    return torch.where(complete.unsqueeze(-1), pooled, 0.0).to(torch.bfloat16)
+    pooled = compress_pool(members[:, :, 0], members[:, :, 1], dtype)
+    return torch.where(complete.unsqueeze(-1), pooled, torch.zeros_like(pooled))

@@ -28,18 +28,20 @@ def test_decode_steps(mode: type, compiled: list[Compiled]) -> None:
     assert traced.cache.float().abs().sum() > 0
 
 
-def test_the_example_block(tmp_path: Path, compiled: list[Compiled]) -> None:
-    """The miniature V4.1 block of the example, filled from a sample checkpoint."""
+@pytest.mark.parametrize(("layer", "written"), [(0, 1), (2, 4)])
+def test_the_example_block(tmp_path: Path, compiled: list[Compiled], layer: int, written: int) -> None:
+    """A miniature V4.1 layer without and with compression, filled from a sample checkpoint."""
     source = tmp_path / "checkpoint"
     write_checkpoint(source, SampleOptions(hidden=640, layers=4, experts=2))
     with torch.no_grad():
-        block = example_block.live_block(source)
-        width, steps = example_block.dims_of(source).head_dim, 3
+        block, steps = example_block.live_block(source, layer), 3
         run = torch.compile(block, backend="deepinfer_neuron", fullgraph=True, dynamic=False)
-        eager, traced = (torch.zeros(steps, width, dtype=torch.bfloat16) for _ in range(2))
-        for step, streams in zip(range(steps), example_block.streams_of_tokens(source), strict=False):
-            position = torch.tensor([step])
-            assert_same(block(streams, eager, position), run(streams, traced, position))
+        eager, traced = (example_block.caches_of({layer: block})[layer] for _ in range(2))
+        streams = example_block.streams_of_tokens(source)
+        for step in range(steps):
+            position = torch.tensor([step], dtype=torch.int32)
+            one = streams[step : step + 1]
+            assert_same(block(one, eager, position), run(one, traced, position))
             assert_same(eager, traced)
     (record,) = compiled
-    assert (len(record.aot_graphs), record.calls, len(record.mutated)) == (1, steps, 1)
+    assert (len(record.aot_graphs), record.calls, len(record.mutated)) == (1, steps, written)
