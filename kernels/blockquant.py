@@ -12,6 +12,9 @@ from .gate import fill_zero, trips_if_one
 from .gemm_block128 import linear_block128
 from .gemm_fp4 import linear_fp4
 from .gemm_fp8 import linear_fp8
+from .kmajor_block128 import linear_block128_kmajor
+from .kmajor_fp4 import linear_fp4_kmajor
+from .kmajor_fp8 import linear_fp8_kmajor
 
 
 @nki.jit
@@ -90,6 +93,87 @@ def fp4_linear_2core_gated(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, flag
 
     def once(_index: nl.ndarray) -> None:
         linear_fp4(out, x, w, scale, True)
+
+    nl.fori_loop(0, trips_if_one(flag), once)
+    return out
+
+
+@nki.jit
+def fp8_linear_raw_kmajor(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp8_linear_raw` of a weight in the kernel layout."""
+    return linear_fp8_kmajor(x, w, scale, False)
+
+
+@nki.jit
+def fp8_linear_raw_kmajor_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp8_linear_raw_kmajor` on two cores, n a multiple of 256."""
+    return linear_fp8_kmajor(x, w, scale, False)
+
+
+@nki.jit
+def fp8_linear_kmajor(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp8_linear` of a weight in the kernel layout."""
+    return linear_fp8_kmajor(x, w, scale, True)
+
+
+@nki.jit
+def fp8_linear_kmajor_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp8_linear_kmajor` on two cores, n a multiple of 256."""
+    return linear_fp8_kmajor(x, w, scale, True)
+
+
+@nki.jit
+def fp8_linear_block128_kmajor(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp8_linear_block128` of a weight in the kernel layout."""
+    return linear_block128_kmajor(x, w, scale)
+
+
+@nki.jit
+def fp8_linear_block128_kmajor_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp8_linear_block128_kmajor` on two cores, n a multiple of 256."""
+    return linear_block128_kmajor(x, w, scale)
+
+
+@nki.jit
+def fp4_linear_raw_kmajor(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp4_linear_raw` of a weight in the kernel layout."""
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp4_kmajor(out, x, w, scale, False)
+    return out
+
+
+@nki.jit
+def fp4_linear_raw_kmajor_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp4_linear_raw_kmajor` on two cores, n a multiple of 256."""
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp4_kmajor(out, x, w, scale, False)
+    return out
+
+
+@nki.jit
+def fp4_linear_kmajor(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp4_linear` of a weight in the kernel layout."""
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp4_kmajor(out, x, w, scale, True)
+    return out
+
+
+@nki.jit
+def fp4_linear_kmajor_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
+    """`fp4_linear_kmajor` on two cores, n a multiple of 256."""
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp4_kmajor(out, x, w, scale, True)
+    return out
+
+
+@nki.jit
+def fp4_linear_kmajor_2core_gated(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, flag: nl.ndarray) -> nl.ndarray:
+    """`fp4_linear_2core_gated` of a weight in the kernel layout."""
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    fill_zero(out)
+
+    def once(_index: nl.ndarray) -> None:
+        linear_fp4_kmajor(out, x, w, scale, True)
 
     nl.fori_loop(0, trips_if_one(flag), once)
     return out

@@ -23,7 +23,7 @@ def spread_blocks(moving: nl.ndarray, k: int, blocks: int, unit: float) -> nl.nd
     _, tiles, halves, m, planes = moving.shape
     flat = moving.flatten_dims(1, 2).permute((0, 1, 3, 2))
     spread = nl.ndarray((P, tiles * halves, planes, blocks, m), dtype=nl.bfloat16, buffer=nl.sbuf)
-    mask = _block_mask(blocks, unit)
+    mask = block_mask(blocks, unit)
     for group in k_groups(k, P * halves * planes, tiles):
         first = group.first * halves
         end = group.end * halves
@@ -39,7 +39,7 @@ def spread_blocks(moving: nl.ndarray, k: int, blocks: int, unit: float) -> nl.nd
     return spread
 
 
-def _block_mask(blocks: int, unit: float) -> nl.ndarray:
+def block_mask(blocks: int, unit: float) -> nl.ndarray:
     """fp32 [128, blocks]: `unit` where the partition belongs to the block, else 0.
 
     GpSimd keeps an element where an affine value of its place is not negative: the partition less the first of the
@@ -121,10 +121,10 @@ def multiply_partial(
             op=nl.multiply,
         )
         charge_vector(clock, columns * m)
-    _sum_blocks(pool, y, scaled, clock)
+    sum_blocks(pool, y, scaled, clock)
 
 
-def _sum_blocks(pool: TilePool, y: nl.ndarray, scaled: nl.ndarray, clock: EngineClock) -> None:
+def sum_blocks(pool: TilePool, y: nl.ndarray, scaled: nl.ndarray, clock: EngineClock) -> None:
     """y fp32 [rows, m] = the sum of scaled fp32 [rows, m, blocks].
 
     VectorE sums all rows of x at once, ScalarE one an instruction, and then reads its accumulators. The two may add in

@@ -35,7 +35,7 @@ def linear_block128(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarr
     clock = EngineClock(0, 0)
     pool = new_pool()
     spread = spread_blocks(plane_view(load_activations(pool, [x], WIDTH, False)), k, BLOCKS, 1.0)
-    scales = _load_scales(scale, share.first, share.size)
+    scales = load_scales(scale, share.first, share.size)
     for group in row_groups(share, LOAD_BYTES, m):
         partitions = group.partitions
         y = sbuf_tile(pool, "y", (partitions, group.stacks, group.runs, 1, m), nl.float32)
@@ -56,7 +56,7 @@ def linear_block128(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarr
     return out
 
 
-def _load_scales(scale: nl.ndarray, first_row: int, rows: int) -> nl.ndarray:
+def load_scales(scale: nl.ndarray, first_row: int, rows: int) -> nl.ndarray:
     """The scales of these weight rows on every partition: fp32 [128, row blocks, k / 128]."""
     first = first_row // P
     blocks = (rows + P - 1) // P

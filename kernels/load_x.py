@@ -71,7 +71,7 @@ def fp8_round_trip(pool: TilePool, x: nl.ndarray) -> None:
     for start in range(0, columns, CHUNK):
         size = min(CHUNK, columns - start)
         blocks = x[:, start : start + size].reshape_dim(1, (size // FP8_BLOCK, FP8_BLOCK))
-        scales = _power_of_two_scales(pool, blocks)
+        scales = power_of_two_scales(pool, _block_maxima(pool, blocks))
         codes = sbuf_tile(pool, "x codes", (rows, size // FP8_BLOCK, FP8_BLOCK), nl.float8_e4m3)
         inverse = scales[:, 1, :].expand_dim(2).broadcast(2, FP8_BLOCK)
         scale = scales[:, 0, :].expand_dim(2).broadcast(2, FP8_BLOCK)
@@ -79,13 +79,21 @@ def fp8_round_trip(pool: TilePool, x: nl.ndarray) -> None:
         nisa.tensor_tensor(dst=blocks, data1=codes, data2=scale, op=nl.multiply)
 
 
-def _power_of_two_scales(pool: TilePool, blocks: nl.ndarray) -> nl.ndarray:
-    """The scale of each block and its inverse: fp32 [rows, 2, blocks] in SBUF."""
-    rows, count, _ = blocks.shape
+def _block_maxima(pool: TilePool, blocks: nl.ndarray) -> nl.ndarray:
+    """The largest magnitude of each block of bf16 [rows, blocks, 32]: fp32 [rows, blocks] in SBUF."""
     magnitude = sbuf_tile(pool, "magnitudes", blocks.shape, nl.bfloat16)
-    amax = sbuf_tile(pool, "maxima", (rows, count), nl.float32)
+    amax = sbuf_tile(pool, "maxima", blocks.shape[0:2], nl.float32)
     nisa.activation(dst=magnitude, op=nl.abs, data=blocks)
     nisa.tensor_reduce(dst=amax, op=nl.maximum, data=magnitude, axis=2)
+    return amax
+
+
+def power_of_two_scales(pool: TilePool, amax: nl.ndarray) -> nl.ndarray:
+    """The scale of each block of x and its inverse, from fp32 maxima [rows, blocks], which it overwrites.
+
+    fp32 [rows, 2, blocks] in SBUF; see fp8_round_trip for the scale.
+    """
+    rows, count = amax.shape
     nisa.tensor_scalar(
         dst=amax, data=amax, op0=nl.maximum, operand0=AMAX_FLOOR, op1=nl.multiply, operand1=1.0 / FP8_MAX
     )

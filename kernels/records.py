@@ -59,6 +59,42 @@ class RowGroup(nl.NKIObject):
 
 
 @dataclass
+class Band(nl.NKIObject):
+    """Rows `first` to `first + rows` of a weight in the kernel layout, transposed among themselves."""
+
+    first: int
+    rows: int
+
+
+@dataclass
+class BandStack(nl.NKIObject):
+    """Consecutive bands of equally many rows whose results share transposes: `count` of them from row `first` on."""
+
+    first: int
+    rows: int
+    count: int
+
+
+@dataclass
+class RowPart(nl.NKIObject):
+    """Rows of a band from `first` on: `runs` tiles of `partitions` rows, each a stationary operand."""
+
+    first: int
+    runs: int
+    partitions: int
+
+
+@dataclass
+class ColumnSpan(nl.NKIObject):
+    """`tiles` k tiles from column `first` on: each holds `columns` consecutive columns on each of `partitions`."""
+
+    first: int
+    columns: int
+    partitions: int
+    tiles: int
+
+
+@dataclass
 class TokenTile(nl.NKIObject):
     """Tokens `first` to `end`, `rows` of them: one a partition."""
 

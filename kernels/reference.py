@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from .constants import AMAX_FLOOR, FP8_BLOCK, FP8_MAX, HC, HC_EPS, MANTISSA_BITS, NORM_EPS, SINKHORN_ITERS
+from .constants import (
+    AMAX_FLOOR,
+    BAND_ROWS,
+    FP8_BLOCK,
+    FP8_MAX,
+    HC,
+    HC_EPS,
+    MANTISSA_BITS,
+    NORM_EPS,
+    SINKHORN_ITERS,
+    TWO_CORE_N_MULTIPLE,
+)
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127
@@ -99,6 +110,18 @@ def fp8_round_trip(x: Tensor) -> Tensor:
     inverse = ((2 * _EXPONENT_BIAS - exponent) << MANTISSA_BITS).view(torch.float32)
     codes = (blocks * inverse).to(torch.float8_e4m3fn)
     return (codes.float() * scale).flatten(-2).to(torch.bfloat16)
+
+
+def stored_order(w: Tensor, codes_per_byte: int) -> Tensor:
+    """A weight in the kernel layout (deepinfer_prep.kernel_layout), uint8 [n, row bytes], in its stored order."""
+    n, row_bytes = w.shape
+    part = n // 2 if n % TWO_CORE_N_MULTIPLE == 0 else n
+    rows = [w[start : start + part].split(BAND_ROWS) for start in range(0, n, part)]
+    bands = [band.reshape(row_bytes, band.shape[0]).T for half in rows for band in half]
+    stored = torch.cat(bands)
+    if codes_per_byte == 2:
+        return stored & 0x87 | stored >> 3 & 0x08 | stored << 1 & 0x70
+    return stored
 
 
 def fp8_linear_raw(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
@@ -190,3 +213,33 @@ def hc_mixes(
     fn_hi + fn_lo, the two halves that the converter stores, is exact in fp32.
     """
     return mixes(residual, fn_hi.float() + fn_lo.float(), scale, base)
+
+
+def fp8_linear_raw_kmajor(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """`fp8_linear_raw` of a weight in the kernel layout: bf16 [m, n]."""
+    return fp8_linear_raw(x, stored_order(w, 1), scale)
+
+
+def fp8_linear_kmajor(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """`fp8_linear` of a weight in the kernel layout: bf16 [m, n]."""
+    return fp8_linear(x, stored_order(w, 1), scale)
+
+
+def fp8_linear_block128_kmajor(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """`fp8_linear_block128` of a weight in the kernel layout: bf16 [m, n]."""
+    return fp8_linear_block128(x, stored_order(w, 1), scale)
+
+
+def fp4_linear_raw_kmajor(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """`fp4_linear_raw` of a weight in the kernel layout: bf16 [m, n]."""
+    return fp4_linear_raw(x, stored_order(w, 2), scale)
+
+
+def fp4_linear_kmajor(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """`fp4_linear` of a weight in the kernel layout: bf16 [m, n]."""
+    return fp4_linear(x, stored_order(w, 2), scale)
+
+
+def fp4_linear_kmajor_2core_gated(x: Tensor, w: Tensor, scale: Tensor, flag: Tensor) -> Tensor:
+    """`fp4_linear_kmajor` where flag (int32 [1, 1]) is 1, otherwise zeros: bf16 [m, n]."""
+    return fp4_linear_2core_gated(x, stored_order(w, 2), scale, flag)

@@ -6,13 +6,15 @@ Importing this module imports the kernels: on AWS's `nki` where that is installe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from nki_emulator import installed
 from nki_emulator.install import real_nki
 from torch import Tensor
+
+from deepinfer_prep import kernel_layout
 
 with installed():
     from deepinfer_prep.kernels import blockquant, reference
@@ -32,6 +34,10 @@ FILLS = (
     "tiny",
 )
 """What a case is filled with. Codes are those that occur after halving: at most 0x77, sign aside."""
+
+
+KMAJOR = "_kmajor"
+"""Ends the name of a kernel that takes its weight in the kernel layout."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +60,19 @@ class Gemm:
     @property
     def round_trip(self) -> bool:
         """Whether the kernel takes x through fp8 and back."""
-        return self.name in ("fp8_linear", "fp4_linear")
+        return self.name.removesuffix(KMAJOR) in ("fp8_linear", "fp4_linear")
+
+    @property
+    def kernel_layout(self) -> bool:
+        """Whether the kernel takes its weight in the kernel layout."""
+        return self.name.endswith(KMAJOR)
 
     def kernel(self, cores: int) -> Any:
         """The kernel for 1 or 2 cores."""
         return getattr(blockquant, self.name if cores == 1 else f"{self.name}_2core")
 
 
-GEMMS = (
+_STORED = (
     Gemm("fp8_linear_raw", reference.fp8_linear_raw, reference.dequantize_fp8, 1, (32, 32), (10, 247)),
     Gemm("fp8_linear", reference.fp8_linear, reference.dequantize_fp8, 1, (32, 32), (10, 247)),
     Gemm("fp4_linear_raw", reference.fp4_linear_raw, reference.dequantize_fp4, 2, (1, 32), (8, 252)),
@@ -70,24 +81,39 @@ GEMMS = (
 )
 
 
+def _kmajor(gemm: Gemm) -> Gemm:
+    name = gemm.name + KMAJOR
+    return replace(gemm, name=name, reference=getattr(reference, name))
+
+
+GEMMS = (*_STORED, *(_kmajor(gemm) for gemm in _STORED))
+
+
 @dataclass(frozen=True)
 class Case:
-    """Arguments of one kernel call."""
+    """Arguments of one kernel call, with the weight in its stored order."""
 
+    gemm: Gemm
     x: Tensor
     w: Tensor
     scale: Tensor
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.x, self.w, self.scale
+        """What the kernel takes: the weight in its layout."""
+        if not self.gemm.kernel_layout:
+            return self.x, self.w, self.scale
+        ordered = kernel_layout.weight_to_kernel_order(
+            self.w.numpy(), "e2m1" if self.gemm.codes_per_byte == 2 else "e4m3"
+        )
+        return self.x, torch.from_numpy(ordered), self.scale
 
 
 def make_case(gemm: Gemm, m: int, n: int, k: int, fill: str = "random") -> Case:
     """Arguments of the given sizes; the weights do not depend on m."""
     weights = torch.Generator().manual_seed(0)
     w, scale = _weights(gemm, n, k, fill, weights), _scales(gemm, n, k, fill, weights)
-    return Case(_activations(m, k, fill, torch.Generator().manual_seed(1)), w, scale)
+    return Case(gemm, _activations(m, k, fill, torch.Generator().manual_seed(1)), w, scale)
 
 
 def _activations(m: int, k: int, fill: str, generator: torch.Generator) -> Tensor:

@@ -8,7 +8,18 @@ import pytest
 import torch
 from nki_emulator import Options, TensorSpec, count, run
 
-from tests.kernels.cases import FILLS, GEMMS, ON_SIMULATOR, Case, Gemm, blockquant, error_ratio, make_case, reference
+from tests.kernels.cases import (
+    FILLS,
+    GEMMS,
+    KMAJOR,
+    ON_SIMULATOR,
+    Case,
+    Gemm,
+    blockquant,
+    error_ratio,
+    make_case,
+    reference,
+)
 
 ROWS = (1, 3, 16, 32, 64, 128, 200, 512)
 SIZES = ((64, 128), (160, 384), (256, 640), (32, 1152), (96, 2304))
@@ -64,10 +75,10 @@ def small_integers(gemm: Gemm, m: int, n: int, k: int) -> Case:
     case = make_case(gemm, m, n, k)
     x = torch.randint(-3, 4, (m, k), generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     if gemm.codes_per_byte == 2:
-        return Case(x, case.w & 0xEE, torch.full_like(case.scale, 127))
+        return Case(gemm, x, case.w & 0xEE, torch.full_like(case.scale, 127))
     integers = torch.tensor([0.0, 1.0, -1.0, 2.0, 3.0, -5.0, 7.0]).to(torch.float8_e4m3fn).view(torch.uint8)
     scale = torch.full_like(case.scale, 1.0 if gemm.scale_bytes is None else 127)
-    return Case(x, integers[case.w.int() % len(integers)], scale)
+    return Case(gemm, x, integers[case.w.int() % len(integers)], scale)
 
 
 @all_gemms
@@ -80,7 +91,7 @@ def test_exact_sums_are_rounded_once(gemm: Gemm, m: int) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 4, 64])
-@pytest.mark.parametrize("name", ["fp8_linear_raw", "fp4_linear_raw"])
+@pytest.mark.parametrize("name", ["fp8_linear_raw", "fp4_linear_raw", "fp8_linear_raw_kmajor", "fp4_linear_raw_kmajor"])
 def test_every_code_and_scale_is_dequantized_exactly(name: str, m: int) -> None:
     """A row of x with a single one picks a column of the dequantized weight, which bf16 must hold as it is."""
     gemm = BY_NAME[name]
@@ -92,7 +103,8 @@ def test_every_code_and_scale_is_dequantized_exactly(name: str, m: int) -> None:
     for first in range(0, k if m == 64 else 8 * m, m):
         x = torch.zeros(m, k, dtype=torch.bfloat16)
         x[torch.arange(m), torch.arange(first, first + m)] = 1.0
-        y = run(gemm.kernel(1), x, case.w, scale.to(torch.uint8), options=None if ON_SIMULATOR else FLUSH).output
+        one = Case(gemm, x, case.w, scale.to(torch.uint8))
+        y = run(gemm.kernel(1), *one.arguments, options=None if ON_SIMULATOR else FLUSH).output
         exact = gemm.dequantize(case.w, scale.to(torch.uint8), torch.float64)[:, first : first + m].T
         assert torch.equal(y.double(), exact)
 
@@ -126,21 +138,26 @@ def test_lowest_scales_lose_only_what_is_flushed(gemm: Gemm, m: int) -> None:
     assert error_ratio(gemm, case, run(gemm.kernel(1), *case.arguments, options=FLUSH).output) <= 1.0
 
 
+@pytest.mark.parametrize("layout", ["", KMAJOR])
 @pytest.mark.parametrize("m", [1, 16, 130])
-def test_gated_kernel_runs_for_a_flag_of_one(m: int) -> None:
-    case = make_case(BY_NAME["fp4_linear"], m, 512, 640)
-    expected = run(blockquant.fp4_linear_2core, *case.arguments, grid=2).output
+def test_gated_kernel_runs_for_a_flag_of_one(m: int, layout: str) -> None:
+    gemm = BY_NAME[f"fp4_linear{layout}"]
+    case = make_case(gemm, m, 512, 640)
+    expected = run(gemm.kernel(2), *case.arguments, grid=2).output
     flag = torch.tensor([[1]], dtype=torch.int32)
-    gated = run(blockquant.fp4_linear_2core_gated, *case.arguments, flag, grid=2).output
+    gated = run(getattr(blockquant, f"{gemm.name}_2core_gated"), *case.arguments, flag, grid=2).output
     assert torch.equal(gated.view(torch.int16), expected.view(torch.int16))
 
 
 @emulator_only
+@pytest.mark.parametrize("layout", ["", KMAJOR])
 @pytest.mark.parametrize("m", [1, 16, 130])
 @pytest.mark.parametrize("flag", [0, 2, -1, 5])
-def test_gated_kernel_does_no_work_for_any_other_flag(m: int, flag: int) -> None:
-    case = make_case(BY_NAME["fp4_linear"], m, 512, 640)
-    gated = run(blockquant.fp4_linear_2core_gated, *case.arguments, torch.tensor([[flag]], dtype=torch.int32), grid=2)
+def test_gated_kernel_does_no_work_for_any_other_flag(m: int, flag: int, layout: str) -> None:
+    gemm = BY_NAME[f"fp4_linear{layout}"]
+    case = make_case(gemm, m, 512, 640)
+    kernel = getattr(blockquant, f"{gemm.name}_2core_gated")
+    gated = run(kernel, *case.arguments, torch.tensor([[flag]], dtype=torch.int32), grid=2)
     assert not gated.output.view(torch.int16).any()
     assert gated.instructions is not None
     for op in ("nc_matmul", "nc_transpose", "tensor_tensor", "activation"):
@@ -196,6 +213,6 @@ def test_an_infinity_stays_in_its_row(gemm: Gemm) -> None:
 
 
 def test_references_and_kernels_take_the_same_arguments() -> None:
-    for name in [gemm.name for gemm in GEMMS] + ["fp4_linear_2core_gated"]:
+    for name in [gemm.name for gemm in GEMMS] + ["fp4_linear_2core_gated", "fp4_linear_kmajor_2core_gated"]:
         kernel, function = getattr(blockquant, name), getattr(reference, name)
         assert list(inspect.signature(kernel).parameters) == list(inspect.signature(function).parameters)
