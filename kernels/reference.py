@@ -116,9 +116,12 @@ def stored_order(w: Tensor, codes_per_byte: int) -> Tensor:
     """A weight in the kernel layout (deepinfer_prep.kernel_layout), uint8 [n, row bytes], in its stored order."""
     n, row_bytes = w.shape
     part = n // 2 if n % TWO_CORE_N_MULTIPLE == 0 else n
-    rows = [w[start : start + part].split(BAND_ROWS) for start in range(0, n, part)]
-    bands = [band.reshape(row_bytes, band.shape[0]).T for half in rows for band in half]
-    stored = torch.cat(bands)
+    bands = [
+        w[first : min(first + BAND_ROWS, start + part)]
+        for start in range(0, n, part)
+        for first in range(start, start + part, BAND_ROWS)
+    ]
+    stored = torch.cat([band.reshape(row_bytes, band.shape[0]).T for band in bands])
     if codes_per_byte == 2:
         return stored & 0x87 | stored >> 3 & 0x08 | stored << 1 & 0x70
     return stored
