@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.fx import GraphModule, Node
 
 from deepinfer_prep.errors import LeftoverFp8Error
-from deepinfer_prep.runtime.backend.node_values import holds_carried, operation_name, refused_reason, user_line
+from deepinfer_prep.runtime.backend.node_values import holds_8_bit_floats, operation_name, user_line
 from deepinfer_prep.runtime.backend.subgraphs import attribute, graph_modules
 
 _METADATA = ("example_value", "val", "tensor_meta")
@@ -30,21 +28,17 @@ def check(module: GraphModule) -> None:
                     "please report it with the dump that DEEPINFER_NEURON_DUMP_DIR writes."
                 )
         for name, held in (*part.named_parameters(), *part.named_buffers()):
-            if _is_fp8(held):
+            if holds_8_bit_floats(held):
                 raise LeftoverFp8Error(f"the graph still holds {name} as {held.dtype} after legalization")
 
 
 def _leftover(module: GraphModule, node: Node) -> str | None:
     """Where a node still has an fp8 type."""
-    if _is_fp8((node.args, node.kwargs)):
+    if holds_8_bit_floats((node.args, node.kwargs)):
         return "arguments"
     for key in _METADATA:
-        if _is_fp8(node.meta.get(key)):
+        if holds_8_bit_floats(node.meta.get(key)):
             return f"metadata '{key}'"
-    if node.op == "get_attr" and _is_fp8(attribute(module, str(node.target))):
+    if node.op == "get_attr" and holds_8_bit_floats(attribute(module, str(node.target))):
         return "held tensor"
     return None
-
-
-def _is_fp8(tree: Any) -> bool:
-    return holds_carried(tree) or refused_reason(tree) is not None

@@ -15,6 +15,7 @@ from deepinfer_prep.runtime.backend.emitter import Emitter
 from deepinfer_prep.runtime.backend.handlers.constructors import is_constructor, replace_constructor
 from deepinfer_prep.runtime.backend.handlers.kernel_launches import adopt_kernel
 from deepinfer_prep.runtime.backend.node_values import (
+    holds_8_bit_floats,
     holds_carried,
     leaves,
     logical_value,
@@ -133,9 +134,7 @@ def _require_plain_tensors(node: Node) -> None:
 def _involves_fp8(module: GraphModule, node: Node) -> bool:
     """Whether an fp8 (or refused) value or type occurs in a node's arguments or result."""
     values = (logical_value(node), [logical_value(source) for source in node.all_input_nodes])
-    if holds_carried(values) or holds_carried((node.args, node.kwargs)):
-        return True
-    if refused_reason((values, node.args, node.kwargs)) is not None:
+    if holds_8_bit_floats((values, node.args, node.kwargs)):
         return True
     if node.op == "get_attr":
         return holds_carried(attribute(module, str(node.target)))

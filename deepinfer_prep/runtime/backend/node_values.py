@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from deepinfer_prep.errors import LegalizationError
-from deepinfer_prep.runtime.backend.byte_formats import REFUSED, carried
+from deepinfer_prep.runtime.backend.byte_formats import CARRIED, REFUSED, carried
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 
@@ -51,6 +51,15 @@ def _collect_leaves(tree: object, found: list[Any]) -> None:
 def holds_carried(tree: object) -> bool:
     """Whether an fp8 tensor or dtype occurs in nested values."""
     return any(carried(leaf) is not None for leaf in leaves(tree))
+
+
+def holds_8_bit_floats(tree: object) -> bool:
+    """Whether a tensor or dtype that is carried as bytes, or refused, occurs in nested values."""
+    for leaf in leaves(tree):
+        dtype = leaf.dtype if isinstance(leaf, Tensor) else leaf
+        if isinstance(dtype, torch.dtype) and (dtype in CARRIED or dtype in REFUSED):
+            return True
+    return False
 
 
 def refused_reason(tree: object) -> str | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import Tensor
 from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
@@ -120,7 +120,8 @@ def _compile(record: Compiled, graph: GraphModule, examples: list[Any]) -> Calla
         storages = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
         return tuple(_as_allocated(result, storages) for result in graph(*args))
 
-    return make_boxed_func(execute)
+    boxed: Callable[..., Any] = make_boxed_func(execute)
+    return boxed
 
 
 def _check_node(node: Node) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import replace
 
+import fuzz_backend
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,8 +17,11 @@ from hypothesis import strategies as st
 from torch._dynamo.exc import BackendCompilerFailed
 
 from deepinfer_prep.errors import LegalizationError
+from deepinfer_prep.runtime.backend import byte_formats
+from deepinfer_prep.runtime.backend.byte_formats import E4M3FN
+from deepinfer_prep.runtime.backend.codecs import encode_e4m3fn
 from tests.runtime.backend.harness import assert_same
-from tests.runtime.backend.programs import STATEMENTS, Draw, arguments, grow
+from tests.runtime.backend.programs import FP8, STATEMENTS, WORLDS, Draw, Program, grow
 
 COUNT = int(os.environ.get("DEEPINFER_BACKEND_PROGRAMS", "20"))
 
@@ -28,7 +33,7 @@ def outcome(draws: list[Draw]) -> str:
     torch._dynamo.reset()
     program = grow(draws)
     function = program.function()
-    eager_args, compiled_args = arguments(), arguments()
+    eager_args, compiled_args = program.arguments(), program.arguments()
     expected = function(**eager_args)
     try:
         actual = torch.compile(function, backend="deepinfer_neuron")(**compiled_args)
@@ -75,3 +80,21 @@ def test_every_statement_occurs() -> None:
         assert outcome(draws) == "equal"
     accepted = sum(len(grow([(kind, 1, 1, 1)]).lines) for kind in range(len(STATEMENTS)))
     assert accepted >= 0.75 * len(STATEMENTS)
+
+
+@pytest.mark.parametrize("way", [fuzz_backend.on_plain_values, fuzz_backend.on_fake_values])
+def test_the_fuzzer_sees_what_torch_compile_gives(way: fuzz_backend.Compiler) -> None:
+    """Every statement, over every kind of arguments, on the ways that leave out Dynamo."""
+    for world in WORLDS:
+        for start in range(0, len(STATEMENTS), 8):
+            draws = [(kind, 1, 1, 1) for kind in range(start, min(start + 8, len(STATEMENTS)))]
+            assert fuzz_backend.outcome(grow(draws, world), way) == "equal"
+
+
+def test_the_fuzzer_stops_at_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = replace(E4M3FN, encode=lambda values: encode_e4m3fn(values * 1.1))
+    monkeypatch.setitem(byte_formats.CARRIED, E4M3FN.dtype, wrong)
+    program = Program(lines=["v0 = floats.to(torch.float8_e4m3fn)"], kinds={"v0": FP8})
+    for way in (fuzz_backend.on_plain_values, fuzz_backend.on_fake_values):
+        with pytest.raises(AssertionError, match=r"v0 = floats.to"):
+            fuzz_backend.outcome(program, way)

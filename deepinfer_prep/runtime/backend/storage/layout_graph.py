@@ -1,4 +1,8 @@
-"""A graph over the tensors of its layout, instead of over the program's arguments."""
+"""A graph over the tensors of its layout, instead of over the program's arguments.
+
+Within torch.compile the graph modules made here write their Python code only when it is asked for, as Dynamo's do;
+compilers go by the graph.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module
 
 from deepinfer_prep.runtime.backend.byte_formats import CARRIER
 from deepinfer_prep.runtime.backend.storage.layout import ByteRange, Layout, Nest, Part, Whole
@@ -19,7 +24,7 @@ def copy_graph(module: GraphModule) -> GraphModule:
     """The same graph over the same attributes; compilers may change the graph that they are given."""
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    return GraphModule(module, graph)
+    return _make_graph_module(module, graph)
 
 
 def with_layout(module: GraphModule, layout: Layout, examples: Sequence[Any]) -> GraphModule:
@@ -45,7 +50,7 @@ def with_layout(module: GraphModule, layout: Layout, examples: Sequence[Any]) ->
         if copy.op != "placeholder":
             copy.meta.update(placeholder.meta)
     graph.output(graph.graph_copy(module.graph, copies))
-    return GraphModule(module, graph)
+    return _make_graph_module(module, graph)
 
 
 def _unpermuted(graph: Graph, node: Node, source: Whole) -> Node:
