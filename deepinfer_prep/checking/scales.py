@@ -11,6 +11,7 @@ from deepinfer_prep import fp8
 from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.checking.structure import OpenOutput
 from deepinfer_prep.files.container import Location, read_stored
+from deepinfer_prep.files.read_ahead import AheadReaders, extent_of
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.manifest import Manifest
 from deepinfer_prep.quantized import DTYPES, FLOAT_DTYPES
@@ -21,8 +22,8 @@ _CHUNK_BYTES = 4 * 1024 * 1024
 def check_scales(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]:
     """Every scale of an e4m3 weight, in the order of the files: no e8m0 byte 255, no float that is NaN or infinite."""
     scales = {record.scale for record in manifest.weights.values() if record.element == "e4m3"}
-    found = (location for name, location in output.main.items() if name in scales)
-    with closing(Readers()) as readers:
+    found = [location for name, location in output.main.items() if name in scales]
+    with closing(AheadReaders(map(extent_of, found))) as readers:
         for location in found:
             yield from _check_scale(location, readers)
 

@@ -11,6 +11,7 @@ from deepinfer_prep import fp8
 from deepinfer_prep.checking.findings import Difference
 from deepinfer_prep.checking.structure import OpenOutput
 from deepinfer_prep.files.container import Location, read_stored
+from deepinfer_prep.files.read_ahead import AheadReaders, extent_of
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.kernel_scale import Absent, Derived, NoKernelScaleError, Stored, plan_kernel_scale
 from deepinfer_prep.manifest import Manifest, WeightRecord
@@ -28,7 +29,9 @@ def check_sidecar(output: OpenOutput, manifest: Manifest) -> Iterator[Difference
             expected |= {half.name: half for half in sidecar.halves(name, output.main[name])}
     for weight, record in manifest.weights.items():
         yield from _expect_kernel_scale(output, weight, record, expected)
-    with closing(Readers()) as in_sidecar, closing(Readers()) as main:
+    found = map(extent_of, output.in_sidecar.values())
+    sources = (extent_of(expected[name].origin.source) for name in output.in_sidecar if name in expected)
+    with closing(AheadReaders(found)) as in_sidecar, closing(AheadReaders(sources)) as main:
         for name, location in output.in_sidecar.items():
             if name not in expected:
                 yield Difference(_name(location), "the manifest does not account for this sidecar tensor", name)

@@ -28,6 +28,9 @@ DIRECT_BYTES = 4096
 MOST_BUFFERS = 1024
 """What one call reads into at most: Linux's IOV_MAX."""
 
+GAP_BYTES = 1024 * 1024
+"""What lies between two ranges of a remote file is read over where it is less: another request would take longer."""
+
 _MAP_NORESERVE = 0x4000
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -112,7 +115,10 @@ class Reader(Protocol):
         """
 
     def expect(self, start: int, end: int) -> None:
-        """Say that bytes start..end are read next, in order: where every request takes long, one fetches them all."""
+        """Say that bytes start..end are read next, in order, but for gaps below `GAP_BYTES`.
+
+        Where every request takes long, one fetches them all. A range within one that is expected adds nothing.
+        """
 
     def close(self) -> None:
         """Close the file; later calls do nothing."""

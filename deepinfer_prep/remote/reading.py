@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 from deepinfer_prep.errors import PrepError
-from deepinfer_prep.files.storage import FileState, Place, StoredPlace
+from deepinfer_prep.files.storage import GAP_BYTES, FileState, Place, StoredPlace
 
 MOST_FAILURES = 6
 """Requests that bring nothing, one after another, before a read is given up."""
@@ -68,7 +68,9 @@ class RemoteReader:
 
     def expect(self, start: int, end: int) -> None:
         """Fetch all of start..end with one request, once its first byte is read."""
-        self._expected = (start, end)
+        first, last = self._expected
+        if not first <= start <= end <= last:
+            self._expected = (start, end)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset`.
@@ -105,12 +107,15 @@ class RemoteReader:
                 self._position += count
                 if self._position == self._end:
                     self._drop()
+                    self._expected = (0, 0)
 
     def close(self) -> None:
         """Give up a request that is under way."""
         self._drop()
 
     def _stream_at(self, start: int, end: int) -> Stream:
+        if self._stream is not None and 0 < start - self._position < min(GAP_BYTES, self._end - self._position):
+            self._read_over(self._stream, start)
         if self._stream is None or self._position != start:
             self._drop()
             first, last = self._expected
@@ -118,6 +123,14 @@ class RemoteReader:
             self._stream = self._store.open_range(self._key, self._state, start, self._end)
             self._position = start
         return self._stream
+
+    def _read_over(self, stream: Stream, until: int) -> None:
+        gap = memoryview(bytearray(until - self._position))
+        while self._position < until:
+            count = stream.read_into(gap[: until - self._position])
+            if count == 0:
+                raise BrokenStreamError("the answer ended early")
+            self._position += count
 
     def _drop(self) -> None:
         stream, self._stream = self._stream, None

@@ -50,7 +50,9 @@ class _ComputedReader:
         return self._source.state()
 
     def expect(self, start: int, end: int) -> None:
-        """Nothing: each read says what it needs of the source."""
+        """The same of the source, whose data section has as many bytes."""
+        first, last = (max(0, offset - len(self._file.header)) for offset in (start, end))
+        self._source.expect(self._file.source_start + first, self._file.source_start + last)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         if offset + len(buffer) > self._file.size:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError, Reason, RefusedError
 from deepinfer_prep.files import segments
+from deepinfer_prep.files.read_ahead import near
 from deepinfer_prep.files.sizes import format_size
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.planning.plan import Operation, OutputFile, Plan
@@ -177,8 +178,18 @@ def _chunks(piece: _Piece, readers: Readers, buffer: fp8.U8, tally: Tally) -> It
 
 def _check_batch(batch: list[_Piece], buffer: fp8.U8) -> tuple[int, list[tuple[_Piece, str]]]:
     with closing(Readers()) as readers:
-        found = [(piece, _problem(piece, readers, buffer)) for piece in batch]
+        found = []
+        for run in near(batch, _extent):
+            _, start, _ = _extent(run[0])
+            readers.get(run[0].file.source).expect(start, _extent(run[-1])[2])
+            found += [(piece, _problem(piece, readers, buffer)) for piece in run]
     return sum(piece.nbytes for piece in batch), [(piece, problem) for piece, problem in found if problem]
+
+
+def _extent(piece: _Piece) -> tuple[str, int, int]:
+    """The bytes of the source."""
+    start = piece.file.source_start
+    return piece.file.name, start + piece.start, start + piece.end
 
 
 def _problem(piece: _Piece, readers: Readers, buffer: fp8.U8) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 
 from deepinfer_prep import fp8
 from deepinfer_prep.files.container import Location, TensorInfo, encode_header, read_stored
+from deepinfer_prep.files.read_ahead import AheadReaders, extent_of
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.kernel_scale import Derived, PlannedWeight, ReadBytes, derive, resolve
 from deepinfer_prep.naming import HI_SUFFIX, KERNEL_SCALE_SUFFIX, LO_SUFFIX, MARKER, MAX_MARKER, SIDECAR_PREFIX
@@ -107,11 +108,16 @@ def choose_contents(plan: Plan, locate: Locate) -> SidecarContents:
     """
     tensors = [half for name in plan.split for half in halves(name, locate(name))]
     weights = []
-    with closing(Readers()) as readers:
+    scales = {
+        weight.quantized.scale: locate(weight.quantized.scale)
+        for weight in plan.weights
+        if isinstance(weight.kernel_scale, Derived)
+    }
+    with closing(AheadReaders(map(extent_of, scales.values()))) as readers:
         for weight in plan.weights:
             kernel_scale = weight.kernel_scale
             if isinstance(kernel_scale, Derived):
-                source = locate(weight.quantized.scale)
+                source = scales[weight.quantized.scale]
                 kernel_scale = resolve(kernel_scale, _reader(source, readers))
                 if isinstance(kernel_scale, Derived):
                     tensors.append(derived_scale(weight.quantized.weight, source, kernel_scale))
@@ -143,7 +149,7 @@ def tensor_chunks(tensor: SidecarTensor, readers: Readers) -> Iterator[fp8.U8]:
 def file_chunks(file: SidecarFile) -> Iterator[fp8.U8]:
     """Yield all bytes of a sidecar file in order."""
     yield np.frombuffer(file.header, dtype=np.uint8)
-    with closing(Readers()) as readers:
+    with closing(AheadReaders(extent_of(tensor.origin.source) for tensor in file.tensors)) as readers:
         for tensor in file.tensors:
             yield from tensor_chunks(tensor, readers)
 

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from deepinfer_prep import fp8
-from deepinfer_prep.files.storage import Readable
+from deepinfer_prep.files.storage import GAP_BYTES, Readable
 from deepinfer_prep.runtime.loading.byte_layout import ByteRuns
-
-GAP_BYTES = 1024 * 1024
-"""Gaps below this are read over: another request would take longer."""
 
 
 class RemoteTensorFile:

@@ -1,0 +1,1 @@
+"""What `store_check.py` checks on a store."""
