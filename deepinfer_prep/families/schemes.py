@@ -114,16 +114,20 @@ def _grouped(config: Mapping[str, Any]) -> Scheme | None:
 def _plain(config: Mapping[str, Any]) -> SchemeOf:
     """transformers' fp8 quantizers and auto-round, whose `extra_config` holds exceptions by module or pattern."""
     exceptions = _table(config.get("extra_config"), PatternClock())
+    usual = _by_keys(config)
 
     def read(weight: str) -> Scheme:
         own = exceptions.find(weight.rpartition(".")[0])
-        values = {**config, **own} if isinstance(own, dict) else config
-        found = _grouped(values) or Scheme()
-        exponents = states_exponents(values)
-        block = found.block or ((1, 32) if exponents and any(map(_is_mx, _texts(values))) else None)
-        return Scheme(block=block, exponents=exponents, is_fp8=states_fp8(values))
+        return _by_keys({**config, **own}) if isinstance(own, dict) else usual
 
     return read
+
+
+def _by_keys(values: Mapping[str, Any]) -> Scheme:
+    found = _grouped(values) or Scheme()
+    exponents = states_exponents(values)
+    block = found.block or ((1, 32) if exponents and any(map(_is_mx, _texts(values))) else None)
+    return Scheme(block=block, exponents=exponents, is_fp8=states_fp8(values))
 
 
 def _texts(config: Mapping[str, Any]) -> Iterator[str]:
