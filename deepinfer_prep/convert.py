@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ def convert_checkpoint(
     follow_links: bool = False,
     engine: Engine | None = None,
     progress: ProgressCallback | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> ConversionResult:
     """Convert a checkpoint (a folder, or one .safetensors file) into the folder `output`.
 
@@ -90,6 +91,8 @@ def convert_checkpoint(
         engine: what computes and writes the segments, such as `engines.ray_engine.connect`; defaults to `workers`
             threads.
         progress: called from this thread with the bytes done.
+        warn: called with what is to be told of the values of scales, before anything is written; `warnings` of the
+            result holds it as well.
 
     Raises:
         RefusedError: a safety rule stands against it; nothing was written.
@@ -104,6 +107,9 @@ def convert_checkpoint(
     plan = _plan(source, target, options or Options(), overwrite, follow_links)
     workers = workers or default_workers(source, output)
     warnings = check_values(plan, workers, chunk_size, progress)
+    if warn is not None:
+        for warning in warnings:
+            warn(warning)
     if plan.options.strict:
         _refuse_nan(plan, scan_codes(plan, workers, chunk_size, progress, ALL_FP8))
     with target.hold(_identity(plan), plan.files, overwrite) as run:

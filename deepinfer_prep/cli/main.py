@@ -18,6 +18,7 @@ from deepinfer_prep.cli.console import (
     prepare_process,
     progress_display,
     reported_errors,
+    tell,
     write_text,
 )
 from deepinfer_prep.cli.printable import printable
@@ -342,6 +343,7 @@ def convert(
                 follow_links=follow_links,
                 engine=opened,
                 progress=progress,
+                warn=None if quiet else lambda warning: tell(f"warning: {warning}"),
             )
     emit(result, conversion_text, as_json, report)
 

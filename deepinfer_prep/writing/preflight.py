@@ -16,6 +16,7 @@ from deepinfer_prep.planning.plan import Operation, OutputFile, Plan
 from deepinfer_prep.workers import DEFAULT_CHUNK_BYTES, Meter, ProgressCallback, batches, default_workers, run_parallel
 from deepinfer_prep.writing.output_bytes import Tally, describe_element, output_chunks
 from deepinfer_prep.writing.scale_values import ScaleJudge, find_nonzero
+from deepinfer_prep.writing.weight_sizes import sample_sizes
 
 WEIGHTS = frozenset({Operation.HALVE})
 ALL_FP8 = frozenset({Operation.HALVE, Operation.COPY_CHECKED})
@@ -75,9 +76,11 @@ def find_problems(
     Args:
         judge: looks at the values of scales, and keeps what is to be told of them.
     """
-    scales = _run_pieces(plan, frozenset({Operation.DOUBLE}), judge or ScaleJudge(plan))
+    judge = judge or ScaleJudge(plan)
+    scales = _run_pieces(plan, frozenset({Operation.DOUBLE}), judge)
     pieces = [*scales, *_split_pieces(plan)]
     problems = [problem for _, problem in _check(pieces, workers, chunk_size, progress)]
+    problems += judge.conclude(sample_sizes(plan, judge.unusual))
     problems += find_nonzero(plan)
     if plan.options.unscaled == "copy-if-safe":
         problems += find_unsafe(plan, workers, chunk_size, progress).values()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,28 @@ IMPLAUSIBLE = 32.0
 """From this scale on a weight reads as 448 x 32 = 14,336 and more, and as 14 and less if the scale divides."""
 SUSPICIOUS = 0.1
 """From this scale on a weight reads as 45 and more, which only a largest value taken for a scale usually gives."""
+NO_WEIGHT_SIZE = 8.0
+"""No trained matrix has such values in its middle, which are 0.01 to 0.1; read as the largest value of its block, the
+scale gives 0.02 and more."""
+_LARGEST_CODE = 448
 _WINDOW_BYTES = 256 * 1024
 _MOST_AT_ONCE = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSize:
+    """What a weight's values are, if its scale multiplies."""
+
+    where: str
+    """The weight with its file, for messages."""
+    scale: str
+    middle_scale: float
+    """The median of the scales that were read."""
+    middle: float
+    """The median of the values of the codes that were read and are not zero, times `middle_scale`; 0 where they are too
+    few or too much alike to be a trained weight's."""
+    largest_code: float
+    """The largest value of a code that was read."""
 
 
 class ScaleJudge:
@@ -32,6 +53,7 @@ class ScaleJudge:
         self._ignored = frozenset(plan.activation_scales)
         self._refuses = plan.options.implausible_scales == "refuse"
         self._largest: dict[str, float] = {}
+        self._sizes: tuple[WeightSize, ...] = ()
 
     def look(self, file: OutputFile, offset: int, doubled: fp8.U8, dtype: str) -> None:
         """Look at scales of one dtype, already doubled, that stand at byte `offset` of a file's data section.
@@ -41,7 +63,7 @@ class ScaleJudge:
         """
         size = element_bytes(dtype)
         for start in range(0, len(doubled), _WINDOW_BYTES):
-            values = _stored_values(doubled[start : start + _WINDOW_BYTES], dtype)
+            values = _halves(doubled[start : start + _WINDOW_BYTES], dtype)
             for index in self._first_of_tensors(file, offset + start, size, values):
                 position, value = offset + start + index * size, float(values[index])
                 if self._refuses and (value >= IMPLAUSIBLE or value < 0):
@@ -60,23 +82,59 @@ class ScaleJudge:
                 found = found[found * size + offset >= tensor.end]
 
     @property
+    def unusual(self) -> list[str]:
+        """The scales that are unusually large, the largest first."""
+        return sorted(self._largest, key=lambda name: -abs(self._largest[name]))
+
+    def conclude(self, sizes: Iterable[WeightSize]) -> Iterator[str]:
+        """Take the sizes of weights with such scales into account.
+
+        Yields:
+            A sentence for each weight that no model has and that a model would have if its scale were the block's
+            largest value. A scale of 1 is none: with it all readings but that are the same.
+        """
+        self._sizes = tuple(sizes)
+        for size in self._sizes:
+            if self._refuses and size.middle >= NO_WEIGHT_SIZE and size.middle_scale != 1:
+                yield (
+                    f"{size.where}: with its scale, {size.middle_scale:.2g}, its values are {size.middle:,.2g} in the "
+                    "middle of their sizes, where no model has 1. If the scale is the block's largest value, to be "
+                    f"divided by 448 first, they are {size.middle / _LARGEST_CODE:.2g}. Look at the weight in the "
+                    "original model; if the scale multiplies all the same, --implausible-scales accept converts it."
+                )
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What is to be told of scales that are not refused."""
-        if not self._largest:
+        largest_codes = {size.scale: size.largest_code for size in self._sizes}
+        told = [
+            name
+            for name in self.unusual
+            if largest_codes.get(name, _LARGEST_CODE) * abs(self._largest[name]) >= SUSPICIOUS * _LARGEST_CODE
+        ]
+        if not told:
             return ()
-        name, value = max(self._largest.items(), key=lambda item: abs(item[1]))
+        name, value = told[0], self._largest[told[0]]
         return (
-            f"{len(self._largest):,} scales are unusually large, {name} with {value:g} among them: the largest code, "
-            f"448, then stands for {448 * value:,.0f}. If it is the block's largest value or a divisor and no "
-            "factor, readers of this format are off, and so is the output: compare a weight with the original model.",
+            f"{len(told):,} scales are unusually large, {name} with {value:g} among them: the largest code, "
+            f"{_LARGEST_CODE}, then stands for {_LARGEST_CODE * value:,.0f}. If it is the block's largest value or a "
+            "divisor and no factor, readers of this format are off, and so is the output: compare a weight with the "
+            "original model.",
         )
 
 
-def _stored_values(doubled: fp8.U8, dtype: str) -> _Values:
-    """The values before they were doubled."""
+def _halves(doubled: fp8.U8, dtype: str) -> _Values:
+    """The values of scales before they were doubled."""
     if dtype in FLOAT_DTYPES:
         return np.asarray(fp8.widen(doubled, dtype).astype(np.float64) / 2)
     return np.asarray(np.ldexp(1.0, doubled.astype(np.int32) - 128))
+
+
+def read_values(stored: fp8.U8, dtype: str) -> _Values:
+    """The values of scales as they are stored: floats, or e8m0 exponents."""
+    if dtype in FLOAT_DTYPES:
+        return fp8.widen(stored, dtype).astype(np.float64)
+    return np.asarray(np.ldexp(1.0, stored.astype(np.int32) - 127))
 
 
 def _explain(element: str, value: float) -> str:

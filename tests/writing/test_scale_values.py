@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from deepinfer_prep import Options, RefusedError, convert_checkpoint, inspect_checkpoint
+from deepinfer_prep.cli.main import main
 from tests.families.raw import NUMPY_TYPES
 from tests.small_files import ONE_F32, SCALE, WEIGHT, Tensor, write_file
 
@@ -98,3 +100,74 @@ def test_a_negative_zero_is_zero_and_an_exponent_is_no_zero_point(tmp_path: Path
     convert_checkpoint(source_of(tmp_path, **known, l__weight_zp=stored("F32", -0.0)), tmp_path / "o")
     source = source_of(tmp_path / "second", **known, l__weight_zp=("F8_E8M0", (1,), 127))
     assert "a zero point of dtype F8_E8M0 cannot be read as numbers" in refused(source, tmp_path / "p")
+
+
+def trained(largest: bool, dtype: str = "F32", deviation: float = 0.02) -> dict[str, Tensor]:
+    """A weight as training leaves it, in blocks of 128x128; `largest`: the scales are the blocks' largest values."""
+    values = np.random.default_rng(3).normal(0, deviation, (256, 384))
+    blocks = values.reshape(2, 128, 3, 128)
+    largest_values = np.abs(blocks).max(axis=(1, 3))
+    codes = (blocks / largest_values[:, None, :, None] * 448).astype(NUMPY_TYPES["F8_E4M3"])
+    scale = (largest_values if largest else largest_values / 448).astype(NUMPY_TYPES[dtype])
+    return {
+        "l__weight": ("F8_E4M3", (256, 384), codes.tobytes()),
+        "l__weight_scale_inv": (dtype, (2, 3), scale.tobytes()),
+    }
+
+
+@pytest.mark.parametrize("deviation", [0.05, 0.2])
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+def test_the_largest_values_of_blocks_are_not_taken_for_factors(tmp_path: Path, dtype: str, deviation: float) -> None:
+    source = source_of(tmp_path, **trained(largest=True, dtype=dtype, deviation=deviation))
+    message = refused(source, tmp_path / "o")
+    assert "tensor 'l.weight': with its scale" in message
+    assert "--implausible-scales accept" in message
+    assert any("tensor 'l.weight'" in text for text in inspect_checkpoint(source, scan=True).refusals)
+    result = convert_checkpoint(source, tmp_path / "o", options=Options(implausible_scales="accept"))
+    assert any("unusually large, l.weight_scale_inv" in text for text in result.warnings)
+
+
+def test_factors_of_the_same_weight_are_not_mentioned(tmp_path: Path) -> None:
+    result = convert_checkpoint(source_of(tmp_path, **trained(largest=False)), tmp_path / "o")
+    assert not any("unusually" in text for text in result.warnings)
+
+
+def test_a_scale_of_one_beside_small_codes_is_not_mentioned(tmp_path: Path) -> None:
+    """Weights that were cast without a scale."""
+    values = np.random.default_rng(3).normal(0, 0.5, (64, 64)).astype(NUMPY_TYPES["F8_E4M3"])
+    source = source_of(
+        tmp_path, l__weight=("F8_E4M3", (64, 64), values.tobytes()), l__weight_scale=("F32", (), ONE_F32)
+    )
+    assert not any("unusually" in text for text in convert_checkpoint(source, tmp_path / "o").warnings)
+
+
+def test_what_scales_say_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    source = source_of(tmp_path, l__weight=WEIGHT, l__weight_scale=stored("F32", *([0.5] * 64)))
+    told: list[tuple[str, bool]] = []
+
+    def warn(text: str) -> None:
+        told.append((text, (tmp_path / "o").exists()))
+
+    result = convert_checkpoint(source, tmp_path / "o", warn=warn)
+    ((text, written),) = told
+    assert "1 scales are unusually large" in text
+    assert text in result.warnings
+    assert not written
+    command = CliRunner().invoke(main, ["convert", str(source), str(tmp_path / "second")])
+    assert "warning: 1 scales are unusually large" in command.stderr
+    quiet = CliRunner().invoke(main, ["convert", str(source), str(tmp_path / "third"), "--quiet"])
+    assert not quiet.stderr
+    assert "warning: 1 scales are unusually large" in quiet.stdout
+
+
+def test_a_sample_reads_little_of_a_large_weight(tmp_path: Path) -> None:
+    """The pieces are taken from begin, middle and end."""
+    rows = 16 * 1024
+    codes = np.zeros((rows, 64), np.uint8)
+    codes[-1024:] = np.random.default_rng(1).integers(0x60, 0x7F, (1024, 64))
+    source = source_of(
+        tmp_path,
+        l__weight=("F8_E4M3", (rows, 64), codes.tobytes()),
+        l__weight_scale=("F32", (), np.float32(0.2).tobytes()),
+    )
+    assert "--implausible-scales accept" in refused(source, tmp_path / "o")
