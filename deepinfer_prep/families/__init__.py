@@ -6,8 +6,10 @@ A new family is a module with a function `layout(checkpoint, quantization)` of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
+from deepinfer_prep.errors import list_some
 from deepinfer_prep.families import (
     comfyui,
     compressed_tensors,
@@ -29,7 +31,7 @@ from deepinfer_prep.families import (
 )
 from deepinfer_prep.families.combine import combine
 from deepinfer_prep.families.protocol import Family, Layout
-from deepinfer_prep.families.quantization_config import Quantization
+from deepinfer_prep.families.quantization_config import Conflict, Quantization
 from deepinfer_prep.families.user_map import map_scales, state_blocks
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.quantized import QuantizedWeight
@@ -70,4 +72,21 @@ def read_layout(checkpoint: Checkpoint, maps: Iterable[str] = (), blocks: Iterab
     found = (layout(checkpoint, quantization) for layout in FAMILIES)
     mapped = map_scales(checkpoint, quantization, maps)
     layout = combine(checkpoint, quantization, mapped, [layout for layout in found if layout is not None])
-    return state_blocks(checkpoint, layout, blocks)
+    layout = state_blocks(checkpoint, layout, blocks)
+    return replace(layout, refusals=(*layout.refusals, *_contradictions(checkpoint, quantization, layout)))
+
+
+def _contradictions(checkpoint: Checkpoint, quantization: Quantization, layout: Layout) -> Iterator[str]:
+    """A sentence for each two configs that state different blocks of weights for which the user stated none."""
+    undecided: dict[Conflict, list[str]] = {}
+    for weight in layout.weights:
+        if weight.block is None and weight.weight in quantization.conflicts:
+            undecided.setdefault(quantization.conflicts[weight.weight], []).append(weight.weight)
+    for conflict, names in undecided.items():
+        one, other = (f"{rows}x{columns}" for rows, columns in conflict.blocks)
+        yield (
+            f"{checkpoint.root}: {conflict.configs[0]} states blocks of {one} and {conflict.configs[1]} of {other} for "
+            f"the same {len(names):,} weights, {list_some(names, 3, repr)}, and both give the grids of their scales. "
+            f"Remove the config that is wrong, or say which blocks are meant with --block '{names[0]}={one}'; * stands "
+            "for any characters."
+        )

@@ -27,11 +27,12 @@ def explain(weight: TensorInfo, scale: TensorInfo, schemes: Sequence[Scheme], el
     """
     if len(weight.shape) < 2:
         return not_a_matrix(weight)
-    found = [_by_scheme(weight, scale, scheme, element) for scheme in schemes or [Scheme()]]
+    found = [by_scheme(weight, scale, scheme, element) for scheme in schemes or [Scheme()]]
     return next((blocks for blocks in found if blocks.size is not None), found[0])
 
 
-def _by_scheme(weight: TensorInfo, scale: TensorInfo, scheme: Scheme, element: Element) -> Blocks:
+def by_scheme(weight: TensorInfo, scale: TensorInfo, scheme: Scheme, element: Element = "e4m3") -> Blocks:
+    """The block of a matrix by one statement, or None where its scale's shape does not bear it out."""
     columns = matrix_shape(weight.shape, element)[1]
     unlike = Blocks(None, f"{scheme.says}, but the scale has the shape {list(scale.shape)}")
     match scheme.strategy:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from deepinfer_prep.families.block_size import Blocks, explain
+from deepinfer_prep.families.block_size import Blocks, by_scheme, explain
 from deepinfer_prep.families.schemes import Block, Scheme, SchemeOf, read_scheme
 from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.files.container import TensorInfo
@@ -22,11 +22,24 @@ _DEEPEST = 12
 
 
 class FoundConfig(NamedTuple):
-    """One quantization config with the names of the objects that enclose it, and its reader."""
+    """One quantization config with its file, the names of the objects that enclose it, and its reader."""
 
+    file: str
     values: Mapping[str, Any]
     wrappers: tuple[str, ...]
     scheme_of: SchemeOf
+
+    @property
+    def where(self) -> str:
+        """The file, and the objects in it."""
+        return f"{self.file} ({' in '.join(reversed(self.wrappers))})" if self.wrappers else self.file
+
+
+class Conflict(NamedTuple):
+    """Two configs that both give the grid of a weight's scale, by different blocks."""
+
+    configs: tuple[str, str]
+    blocks: tuple[Block, Block]
 
 
 class Quantization:
@@ -34,10 +47,12 @@ class Quantization:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.configs = tuple(
-            FoundConfig(values, wrappers, read_scheme(values))
+            FoundConfig(name, values, wrappers, read_scheme(values))
             for name, content in checkpoint.configs.items()
             for values, wrappers in _search(name, content)
         )
+        self.conflicts: dict[str, Conflict] = {}
+        """Weights whose blocks were asked for and that no config decides, as two of them contradict one another."""
 
     def has_method(self, start: str) -> bool:
         """Whether a config's `quant_method` starts so."""
@@ -53,14 +68,25 @@ class Quantization:
 
     def schemes(self, weight: str) -> list[Scheme]:
         """What the configs say of a weight; those whose wrappers occur in its name first."""
+        return [scheme for _, _, scheme in self._ranked(weight)]
+
+    def _ranked(self, weight: str) -> list[tuple[int, FoundConfig, Scheme]]:
+        """How many wrappers of a config the weight's name has, the config, and what it says; most wrappers first."""
         parts = set(weight.split("."))
-        ordered = sorted(self.configs, key=lambda config: -len(parts & set(config.wrappers)))
-        found = (config.scheme_of(weight) for config in ordered)
-        return [scheme for scheme in found if scheme is not None]
+        found = ((-len(parts & set(config.wrappers)), config, config.scheme_of(weight)) for config in self.configs)
+        said = [(rank, config, scheme) for rank, config, scheme in found if scheme is not None]
+        return sorted(said, key=lambda item: item[0])
 
     def blocks(self, weight: TensorInfo, scale: TensorInfo) -> Blocks:
         """How many rows and columns of an e4m3 weight one value of its scale covers."""
-        return explain(weight, scale, self.schemes(weight.name))
+        ranked = self._ranked(weight.name)
+        found = explain(weight, scale, [scheme for _, _, scheme in ranked])
+        if len(ranked) > 1 and found.size is not None:
+            conflict = _find_conflict(weight, scale, ranked)
+            if conflict is not None:
+                self.conflicts[weight.name] = conflict
+                return Blocks(None, f"{' and '.join(conflict.configs)} state different blocks")
+        return found
 
     def stated_blocks(self, weight: str) -> list[Block]:
         """The block sizes that the configs state for a weight."""
@@ -76,6 +102,27 @@ class Quantization:
         return any(scheme.is_fp8 for scheme in found) and not any(
             scheme.strategy == "unknown" and not scheme.is_fp8 for scheme in found
         )
+
+
+def _find_conflict(
+    weight: TensorInfo, scale: TensorInfo, ranked: list[tuple[int, FoundConfig, Scheme]]
+) -> Conflict | None:
+    """The first two configs of the rank that decides whose blocks are not the same for this weight."""
+    fitting = [
+        (rank, config, blocks.size)
+        for rank, config, scheme in ranked
+        if (blocks := by_scheme(weight, scale, scheme)).size is not None
+    ]
+    first_rank, first, block = fitting[0]
+    for rank, config, other in fitting[1:]:
+        if rank == first_rank and _clipped(other, weight) != _clipped(block, weight):
+            return Conflict((first.where, config.where), (block, other))
+    return None
+
+
+def _clipped(block: Block, weight: TensorInfo) -> Block:
+    """A block as far as it covers the weight: one larger than it is none other than one of its size."""
+    return min(block[0], weight.shape[-2]), min(block[1], weight.shape[-1])
 
 
 def _search(name: str, content: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], tuple[str, ...]]]:

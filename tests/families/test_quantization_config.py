@@ -251,3 +251,74 @@ def test_what_states_fp8(config: dict[str, Any], is_fp8: bool) -> None:
 
 def test_a_plain_fp8_config_states_no_exponents() -> None:
     assert not states_exponents({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]})
+
+
+WIDE: Tensor = ("F8_E4M3", (576, 384), 0x7E)
+WIDE_GRID: Tensor = ("F32", (5, 3), ONE_F32 * 15)
+"""Blocks of 116 to 143 rows give this grid as well: nobody can tell from shapes."""
+
+
+def fp8_blocks(rows: int) -> dict[str, Any]:
+    return {"quant_method": "fp8", "weight_block_size": [rows, 128]}
+
+
+@pytest.mark.parametrize(
+    ("config", "side", "names"),
+    [
+        (
+            {"quantization_config": fp8_blocks(128)},
+            fp8_blocks(120),
+            "config.json states blocks of 128x128 and quant.json",
+        ),
+        (
+            {"a": {"quantization_config": fp8_blocks(128)}, "b": {"quantization_config": fp8_blocks(120)}},
+            {},
+            "config.json (a) states blocks of 128x128 and config.json (b) of 120x128",
+        ),
+        (
+            {"quantization_config": fp8_blocks(128), "compression_config": fp8_blocks(120)},
+            {},
+            "config.json states blocks of 128x128 and config.json of 120x128",
+        ),
+    ],
+)
+def test_two_configs_that_contradict_one_another_are_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], side: dict[str, Any], names: str
+) -> None:
+    tensors = {"l.weight": WIDE, "l.weight_scale_inv": WIDE_GRID, "s.weight": WEIGHT, "s.weight_scale": GRID_OF_ONE}
+    write_file(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "quant.json").write_text(json.dumps(side))
+    (refusal,) = plan_conversion(open_checkpoint(tmp_path), Options()).refusals
+    assert names in refusal
+    assert "the same 1 weights, 'l.weight'," in refusal
+    assert "--block 'l.weight=128x128'" in refusal
+    decided = plan_conversion(open_checkpoint(tmp_path), Options(blocks=("l.*=120x128",)))
+    assert decided.refusals == ()
+    assert {weight.quantized.weight: weight.quantized.block for weight in decided.weights}["l.weight"] == (120, 128)
+
+
+GRID_OF_ONE: Tensor = ("F32", (1, 1), ONE_F32)
+
+
+@pytest.mark.parametrize(
+    "side",
+    [
+        fp8_blocks(128),
+        {"quantization": {"quant_algo": "FP8_BLOCK_SCALES"}},
+        fp8_blocks(64),
+        {"quant_method": "fbgemm_fp8"},
+        {"quant_method": "compressed-tensors", "config_groups": {}},
+    ],
+    ids=["the same", "the same in other words", "another grid", "rows", "nothing"],
+)
+def test_configs_that_do_not_contradict_one_another_are_fine(tmp_path: Path, side: dict[str, Any]) -> None:
+    tensors = {"l.weight": WIDE, "l.weight_scale_inv": WIDE_GRID}
+    config = {"quantization_config": fp8_blocks(128)}
+    assert block_of(tmp_path, tensors, config=config, hf_quant_config=side) == (128, 128)
+
+
+def test_a_wrapper_in_the_name_decides_between_configs(tmp_path: Path) -> None:
+    config = {"vision": {"quantization_config": fp8_blocks(120)}, "text": {"quantization_config": fp8_blocks(128)}}
+    tensors = {"text.l.weight": WIDE, "text.l.weight_scale_inv": WIDE_GRID}
+    assert block_of(tmp_path, tensors, config=config) == (128, 128)
