@@ -49,3 +49,9 @@ BAND_ROWS = 512
 
 MINUS_INFINITY_BITS = -(1 << 23)
 """The int32 whose bits are fp32's -inf."""
+
+WINDOW = 128
+"""Tokens that a query's window holds, itself included."""
+
+WINDOW_TILE = 64
+"""Queries of a tile of the dense window kernel: two heads of them share the partitions."""

@@ -23,8 +23,9 @@ Pseudocode, for as many queries as share the partitions:
 import nki.isa as nisa
 import nki.language as nl
 
-from .constants import ATTENTION_HEADS_MAX, ATTENTION_KEYS_MAX, HIGHEST_MAXIMUM, LOWEST_MAXIMUM
-from .engine_balance import charge_scalar, charge_vector, vector_is_free_first
+from .attention_parts import copy_out, negate_sinks, scale_out, softmax
+from .constants import ATTENTION_HEADS_MAX, ATTENTION_KEYS_MAX
+from .engine_balance import charge_vector
 from .hc_layout import token_tiles
 from .key_lists import key_blocks, load_lists
 from .records import EngineClock, KeyBlock, KeyLists, QueryGroup, TokenTile, my_share
@@ -63,7 +64,7 @@ def attend(
                 keys = _turn_keys(pool, clock, values[:, query, :, :], blocks)
                 _add_products(scores, turned, keys, query, slot)
             shares = nl.ndarray((group.rows, width), dtype=nl.bfloat16, buffer=nl.sbuf)
-            inverse = _softmax(clock, shares, scores, sinks, scale)
+            inverse = softmax(clock, shares, scores, sinks, scale)
             mixed = _mix(pool, clock, shares, values, blocks, group)
             _store(pool, clock, out, mixed, inverse, group)
     return out
@@ -85,10 +86,7 @@ def _negative_sinks(sink: nl.ndarray, slot: int) -> nl.ndarray:
     nisa.memset(dst=tile, value=0.0)
     for start in range(0, P, slot):
         nisa.dma_copy(dst=tile[start : start + heads, :], src=sink.expand_dim(1))
-    nisa.tensor_scalar(
-        dst=tile, data=tile, op0=nl.maximum, operand0=LOWEST_MAXIMUM, op1=nl.minimum, operand1=HIGHEST_MAXIMUM
-    )
-    nisa.tensor_scalar(dst=tile, data=tile, op0=nl.multiply, operand0=-1.0)
+    negate_sinks(tile)
     return tile
 
 
@@ -138,7 +136,7 @@ def _turn_queries(pool: TilePool, clock: EngineClock, q: nl.ndarray, group: Quer
     for plane in range(planes):
         nisa.nc_transpose(dst=bank[:, plane, :], data=tile[:, plane * P : (plane + 1) * P])
     turned = sbuf_tile(pool, "turned queries", (P, planes, group.rows), nl.bfloat16)
-    _copy(clock, turned, bank)
+    copy_out(clock, turned, bank)
     return turned
 
 
@@ -151,7 +149,7 @@ def _turn_keys(pool: TilePool, clock: EngineClock, values: nl.ndarray, blocks: l
         bank = psum_tile(pool, (P, planes, block.keys), nl.bfloat16)
         for plane in range(planes):
             nisa.nc_transpose(dst=bank[:, plane, :], data=values[0 : block.keys, index, plane * P : (plane + 1) * P])
-        _copy(clock, turned[:, :, block.offset : block.offset + block.keys], bank)
+        copy_out(clock, turned[:, :, block.offset : block.offset + block.keys], bank)
     return turned
 
 
@@ -189,27 +187,6 @@ def _add_products(scores: nl.ndarray, queries: nl.ndarray, keys: nl.ndarray, que
             )
 
 
-def _softmax(clock: EngineClock, shares: nl.ndarray, scores: nl.ndarray, sinks: nl.ndarray, scale: float) -> nl.ndarray:
-    """shares bf16 = exp(scale * scores - maximum); returns 1 / (their fp32 sum with the sink's), fp32 [rows, 1]."""
-    rows, width = scores.shape
-    negative = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=negative, op=nl.maximum, data=scores, axis=1, negate=True)
-    nisa.scalar_tensor_tensor(
-        dst=negative, data=negative, op0=nl.multiply, operand0=scale, op1=nl.minimum, operand1=sinks[0:rows, :]
-    )
-    total = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation_reduce(
-        dst=shares, op=nl.exp, data=scores, reduce_op=nl.add, reduce_res=total, bias=negative, scale=scale
-    )
-    of_sink = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(dst=of_sink, op=nl.exp, data=sinks[0:rows, :], bias=negative, scale=-1.0)
-    nisa.tensor_tensor(dst=total, data1=total, data2=of_sink, op=nl.add)
-    nisa.reciprocal(dst=total, data=total)
-    charge_vector(clock, width)
-    charge_scalar(clock, width)
-    return total
-
-
 def _mix(
     pool: TilePool,
     clock: EngineClock,
@@ -225,7 +202,7 @@ def _mix(
         block = blocks[index]
         data = shares[:, block.offset : block.offset + block.keys]
         nisa.nc_transpose(dst=bank[0 : block.keys, index, :], data=data)
-        _copy(clock, turned[0 : block.keys, index, :], bank[0 : block.keys, index, :])
+        copy_out(clock, turned[0 : block.keys, index, :], bank[0 : block.keys, index, :])
     mixed = nl.ndarray((group.rows, values.shape[3]), dtype=nl.float32, buffer=nl.psum)
     for query in range(group.count):
         mine = nl.ds(query * group.slot, group.slot)
@@ -248,10 +225,7 @@ def _store(
     """out = mixed * inverse, rounded once to bf16."""
     _, heads, columns = out.shape
     tile = sbuf_tile(pool, "results", (group.rows, columns), nl.bfloat16)
-    if vector_is_free_first(clock, columns, columns):
-        nisa.tensor_scalar(dst=tile, data=mixed, op0=nl.multiply, operand0=inverse)
-    else:
-        nisa.activation(dst=tile, op=nl.copy, data=mixed, scale=inverse)
+    scale_out(clock, tile, mixed, inverse)
     if heads == group.slot:
         block = out[group.first : group.first + group.count]
         nisa.dma_copy(dst=block.reshape((group.rows, columns)), src=tile)
@@ -259,12 +233,3 @@ def _store(
         for query in range(group.count):
             start = query * group.slot
             nisa.dma_copy(dst=out[group.first + query], src=tile[start : start + heads, :])
-
-
-def _copy(clock: EngineClock, dst: nl.ndarray, src: nl.ndarray) -> None:
-    """dst = src, from PSUM to SBUF in bf16, on whichever of VectorE and ScalarE is free first."""
-    elements = 1
-    for index in range(1, len(src.shape)):
-        elements *= src.shape[index]
-    engine = nisa.engine.vector if vector_is_free_first(clock, elements // 2, elements) else nisa.engine.scalar
-    nisa.tensor_copy(dst=dst, src=src, engine=engine)

@@ -19,12 +19,14 @@ import click
 sys.path.extend(str(Path(__file__).resolve().parents[1] / part) for part in ("", "tests"))
 from nki_emulator.cost import ENGINES
 
+from deepinfer_prep.kernels.constants import WINDOW_TILE
+from tests.kernels.attention_models import compressed_model, dense_window_model, window_list_model
 from tests.kernels.cases import GEMMS
 from tests.kernels.fusions import FUSIONS, verdict
 from tests.kernels.models import HIDDEN, ROWS, V41_FP4, V41_FP8, Modelled, gemm_model, hyper_connection_models
 from tests.kernels.small_models import CONTEXTS, LATENT, expert_model, index_model, norm_model, pool_model, swiglu_model
 
-TABLES = ("gemm", "hc", "norm", "pool", "index", "fusions")
+TABLES = ("gemm", "hc", "norm", "pool", "index", "attention", "fusions")
 
 
 def _gemm_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, list[Modelled]]]:
@@ -63,6 +65,14 @@ def _index_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, list[M
         yield f"index_score, m sequences | {name}, ratio 2", [index_model(m, tokens // 2, m, cores) for m in rows]
 
 
+def _attention_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, list[Modelled]]]:
+    yield "sparse_attn, window only", [window_list_model(m, cores=cores) for m in rows]
+    for name, tokens in CONTEXTS.items():
+        yield f"sparse_attn_two_caches, {name}", [compressed_model(m, tokens // 2, cores) for m in rows]
+    tiles = [-(-m // WINDOW_TILE) * WINDOW_TILE for m in rows]
+    yield "window_attn, in tiles of 64", [dense_window_model(m, cores) for m in tiles]
+
+
 def _print_fusions(rows: tuple[int, ...]) -> None:
     print(f"| steps | {' | '.join(f'm = {m}' for m in rows)} | pays |")
     print("|---" * (len(rows) + 2) + "|")
@@ -98,7 +108,14 @@ def main(rows: str, cores: int, engines: bool, tables: str) -> None:
     counts = tuple(int(m) for m in rows.split(","))
     print(f"Model, not measured on a device. {cores} core(s). Microseconds (ratio to the floor, what bounds it),")
     print("with the published figures at their best / with what they leave open at its worst.\n")
-    makers = {"gemm": _gemm_rows, "hc": _hc_rows, "norm": _norm_rows, "pool": _pool_rows, "index": _index_rows}
+    makers = {
+        "gemm": _gemm_rows,
+        "hc": _hc_rows,
+        "norm": _norm_rows,
+        "pool": _pool_rows,
+        "index": _index_rows,
+        "attention": _attention_rows,
+    }
     titles = {"gemm": "kernel | weight | floor", "index": "kernel | context"}
     for table in tables.split(","):
         if table == "fusions":

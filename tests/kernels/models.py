@@ -89,7 +89,7 @@ def hyper_connection_models(tokens: int, cores: int = 2) -> dict[str, Modelled]:
     return result
 
 
-def kernel_model(kernel: Any, arguments: Sequence[TensorSpec | int], size: int, cores: int) -> Modelled:
+def kernel_model(kernel: Any, arguments: Sequence[TensorSpec | float], size: int, cores: int) -> Modelled:
     """Any kernel. The floor is the time to move `size` bytes once."""
     options = Options(arithmetic=False)
     instructions = run(kernel, *arguments, grid=cores, options=options).instructions

@@ -13,6 +13,8 @@ from deepinfer_prep.runtime.attention.dispatch import (
     sparse_attn_supported,
     sparse_attn_two_caches,
     sparse_attn_two_caches_supported,
+    window_attn,
+    window_attn_supported,
 )
 from deepinfer_prep.runtime.attention.lists import (
     draft_lists,
@@ -46,6 +48,8 @@ __all__ = [
     "store_rows",
     "stored_entries",
     "visible_entries",
+    "window_attn",
+    "window_attn_supported",
     "window_lists",
     "window_rows",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional
 
 from deepinfer_prep.kernels import attention_reference, constants
 from deepinfer_prep.runtime import kernel_launch, neuron
@@ -17,6 +18,8 @@ __all__ = [
     "sparse_attn_supported",
     "sparse_attn_two_caches",
     "sparse_attn_two_caches_supported",
+    "window_attn",
+    "window_attn_supported",
 ]
 
 _COLUMNS = 128
@@ -103,13 +106,58 @@ def sparse_attn_two_caches(
     return found.reshape(q.shape)  # type: ignore[no-any-return]
 
 
+def window_attn_supported(q: torch.Tensor, kv: torch.Tensor) -> bool:
+    """Whether the kernel computes it, by the arguments of `window_attn`.
+
+    bf16 on a Neuron device, an even number of heads, d a multiple of 128 up to 512, kernels not turned off.
+    """
+    return q.shape[-2] % 2 == 0 and _fits(q, [kv])
+
+
+def window_attn(
+    q: torch.Tensor, kv: torch.Tensor, present: torch.Tensor, sink: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of consecutive tokens of one sequence over their windows of 128: prefill without lists or gathers.
+
+    Args:
+        q: bf16 [t, heads, d], roped.
+        kv: bf16 [128 + t, d], the 128 tokens before the first query, then the queries' own.
+        present: integers [128 + t], below 0 for rows that hold no token: those before the sequence's first.
+        sink: fp32 [heads].
+        scale: positive factor of the products of queries and keys.
+
+    Returns:
+        bf16 [t, heads, d].
+    """
+    tokens = q.shape[0]
+    if not window_attn_supported(q, kv):
+        seen = torch.arange(tokens, device=q.device).unsqueeze(-1) + 1
+        seen = seen + torch.arange(constants.WINDOW, device=q.device)
+        return sparse_attn(q, kv, sink, torch.where(present[seen] < 0, -1, seen), scale)
+    padding = -tokens % constants.WINDOW_TILE
+    queries = functional.pad(q, (0, 0, 0, 0, 0, padding))
+    rows, there = functional.pad(kv, (0, 0, 0, padding)), functional.pad(present.int(), (0, padding), value=-1)
+    launch, sinks, parts = kernel_launch.kernel("window_attn"), sink.float().contiguous(), []
+    for start in range(0, tokens + padding, constants.M_MAX):
+        end = min(start + constants.M_MAX, tokens + padding)
+        keys = slice(start, end + constants.WINDOW)
+        turn = queries[start:end].contiguous(), rows[keys].contiguous(), there[keys].contiguous()
+        parts.append(launch(*turn, sinks, scale))
+    return torch.cat(parts)[:tokens]
+
+
 def _supported(q: torch.Tensor, caches: list[torch.Tensor], lists: list[torch.Tensor]) -> bool:
-    fits = q.dtype == torch.bfloat16 and q.numel() > 0 and all(cache.dtype == q.dtype for cache in caches)
-    fits = fits and q.shape[-2] <= constants.ATTENTION_HEADS_MAX
-    fits = fits and q.shape[-1] <= _WIDEST and q.shape[-1] % _COLUMNS == 0
+    fits = q.shape[-2] <= constants.ATTENTION_HEADS_MAX
     fits = fits and all(cache.shape[:-1].numel() <= _ROWS_MAX for cache in caches)
     entries = sum(-(-idx.shape[-1] // _PADDING) * _PADDING for idx in lists)
-    return fits and entries <= constants.ATTENTION_KEYS_MAX and neuron.holds(q) and kernel_launch.attention_kernels()
+    return fits and entries <= constants.ATTENTION_KEYS_MAX and _fits(q, caches)
+
+
+def _fits(q: torch.Tensor, caches: list[torch.Tensor]) -> bool:
+    """What all kernels ask of queries and keys."""
+    fits = q.dtype == torch.bfloat16 and q.numel() > 0 and all(cache.dtype == q.dtype for cache in caches)
+    fits = fits and q.shape[-1] <= _WIDEST and q.shape[-1] % _COLUMNS == 0
+    return fits and neuron.holds(q) and kernel_launch.attention_kernels()
 
 
 def _rows(cache: torch.Tensor) -> torch.Tensor:

@@ -102,3 +102,28 @@ def test_what_does_not_suit_the_kernel_stays_in_torch(
     assert found.shape == q.shape
     assert found.dtype == q.dtype
     assert fake_neuron.calls == []
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("history", [0, 128])
+def test_a_dense_window_is_the_window_of_lists(request: pytest.FixtureRequest, on_device: bool, history: int) -> None:
+    fake = request.getfixturevalue("fake_neuron") if on_device else None
+    q, kv = random(70, 2, 128), random(128 + 70, 128)
+    rows = torch.arange(128 + 70)
+    present = torch.where(rows < 128 - history, -1, rows)
+    lists = attention.prefill_window_lists(
+        torch.zeros(70, dtype=torch.int32), torch.arange(70) + history, torch.tensor([history]), torch.tensor([0])
+    )
+    expected = attention_reference.sparse_attn(q, kv, SINK[:2], lists, SCALE)
+    found = attention.window_attn(q, kv, present, SINK[:2], SCALE)
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
+    assert fake is None or list(fake.wrapped) == ["window_attn.kernel"]
+
+
+def test_a_dense_window_is_launched_in_turns(fake_neuron: FakeNeuron, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, kv, present = random(130, 2, 128), random(128 + 130, 128), torch.zeros(128 + 130)
+    together = attention.window_attn(q, kv, present, SINK[:2], SCALE)
+    fake_neuron.shapes.clear()
+    monkeypatch.setattr(constants, "M_MAX", 128)
+    assert torch.equal(attention.window_attn(q, kv, present, SINK[:2], SCALE), together)
+    assert [shapes[0][0] for shapes in fake_neuron.shapes] == [128, 64]
