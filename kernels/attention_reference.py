@@ -7,10 +7,7 @@ take the dtype to compute in and return it: float32 as the kernels do, float64 a
 import torch
 from torch import Tensor
 
-from .constants import HIGHEST_MAXIMUM, LOWEST_MAXIMUM
-
-CANDIDATE_BLOCK = 8
-"""Consecutive entries of the index that are chosen or left together when candidates are picked."""
+from .constants import CANDIDATE_BLOCK, HIGHEST_MAXIMUM, LOWEST_MAXIMUM
 
 
 def attention_values(q: Tensor, kv: Tensor, sink: Tensor, idx: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -91,6 +88,30 @@ def index_score(q: Tensor, keys: Tensor, weights: Tensor, klen: Tensor) -> Tenso
         fp32 [t, n], -inf from klen on whatever the keys hold there.
     """
     return masked(index_score_values(q, keys, weights, torch.float32), klen)
+
+
+def index_candidates(q: Tensor, rows: Tensor, weights: Tensor, klen: Tensor, blocks: Tensor) -> Tensor:
+    """`index_score` for the entries of each query's blocks alone, in the order of its list.
+
+    Args:
+        q: bf16 [t, heads, d].
+        rows: bf16 [sequences, n, d] or [n, d], a row an entry, n a multiple of CANDIDATE_BLOCK.
+        weights: fp32 [t, heads].
+        klen: int32 [t].
+        blocks: int32 [t, count]: b stands for the entries from CANDIDATE_BLOCK * b on; below 0 for none.
+
+    Returns:
+        fp32 [t, CANDIDATE_BLOCK, count], -inf for empty places and from klen on.
+    """
+    sequences = rows.shape[0] if rows.dim() == 3 else 1
+    members = torch.arange(CANDIDATE_BLOCK, device=q.device)
+    entries = blocks.clamp(min=0).long().unsqueeze(1) * CANDIDATE_BLOCK + members.unsqueeze(-1)
+    of_query = torch.arange(q.shape[0], device=q.device) * sequences // q.shape[0]
+    keys = rows.reshape(sequences, -1, rows.shape[-1])[of_query[:, None, None], entries]
+    dots = torch.relu(torch.einsum("thd,tmbd->thmb", q.float(), keys.float()))
+    scores = torch.einsum("thmb,th->tmb", dots, weights.float())
+    visible = (blocks >= 0).unsqueeze(1) & (entries < klen[:, None, None])
+    return torch.where(visible, scores, -torch.inf)
 
 
 def masked(scores: Tensor, klen: Tensor) -> Tensor:

@@ -55,3 +55,6 @@ WINDOW = 128
 
 WINDOW_TILE = 64
 """Queries of a tile of the dense window kernel: two heads of them share the partitions."""
+
+CANDIDATE_BLOCK = 8
+"""Consecutive entries of the index that are chosen or left together when candidates are picked."""

@@ -18,24 +18,12 @@ import nki.language as nl
 
 from .constants import MINUS_INFINITY_BITS
 from .hc_layout import token_tiles
+from .index_queries import Queries, load_queries
 from .records import Share, my_share
 from .tile_pool import BANK_FP32, P, TilePool, new_pool, psum_tile, sbuf_tile
 
 CHUNK = 8192
 """Entries of a sequence that are in SBUF at a time."""
-
-
-@dataclass
-class Queries(nl.NKIObject):
-    """Queries `first` to `end` of a launch, on chip: `moving` bf16 [128, tokens * heads], and on all partitions
-    `weights` fp32 [128, tokens, heads] and `klen` fp32 [128, tokens].
-    """
-
-    first: int
-    end: int
-    moving: nl.ndarray
-    weights: nl.ndarray
-    klen: nl.ndarray
 
 
 @dataclass
@@ -66,7 +54,7 @@ def kernel(q: nl.ndarray, keys: nl.ndarray, weights: nl.ndarray, klen: nl.ndarra
     for sequence in range(sequences):
         for tile in token_tiles(per_sequence):
             first = sequence * per_sequence + tile.first
-            groups = _load_queries(pool, q, weights, klen, first, first + tile.rows)
+            groups = load_queries(pool, q, weights, klen, first, first + tile.rows)
             _score(pool, out, keys[sequence], groups, masks)
     return out
 
@@ -79,39 +67,6 @@ def _masks() -> Masks:
     hidden = nl.ndarray((P, 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.memset(dst=hidden, value=MINUS_INFINITY_BITS)
     return Masks(places, hidden.view(nl.float32))
-
-
-def _load_queries(
-    pool: TilePool, q: nl.ndarray, weights: nl.ndarray, klen: nl.ndarray, first: int, end: int
-) -> list[Queries]:
-    """Queries `first` to `end`, in groups whose products with a tile of keys fit one PSUM bank."""
-    heads = q.shape[1]
-    groups = []
-    for start in range(first, end, BANK_FP32 // heads):
-        stop = min(end, start + BANK_FP32 // heads)
-        tokens = stop - start
-        moving = nl.ndarray((P, tokens * heads), dtype=nl.bfloat16, buffer=nl.sbuf)
-        _transpose_queries(pool, moving, q[start:stop].flatten_dims(0, 1))
-        factors = nl.ndarray((P, tokens, heads), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=factors, src=weights[start:stop, :].expand_dim(0).broadcast(0, P))
-        lengths = sbuf_tile(pool, "lengths", (P, tokens), nl.int32)
-        nisa.dma_copy(dst=lengths, src=klen[start:stop].expand_dim(0).broadcast(0, P))
-        limits = nl.ndarray((P, tokens), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=limits, src=lengths)
-        groups.append(Queries(start, stop, moving, factors, limits))
-    return groups
-
-
-def _transpose_queries(pool: TilePool, moving: nl.ndarray, rows: nl.ndarray) -> None:
-    """moving bf16 [128, rows] in SBUF = rows bf16 [rows, 128] in HBM, transposed."""
-    total = rows.shape[0]
-    for first in range(0, total, P):
-        count = min(P, total - first)
-        tile = sbuf_tile(pool, "queries", (count, P), nl.bfloat16)
-        nisa.dma_copy(dst=tile, src=rows[first : first + count, :])
-        bank = psum_tile(pool, (P, count), nl.bfloat16)
-        nisa.nc_transpose(dst=bank, data=tile)
-        nisa.tensor_copy(dst=moving[:, first : first + count], src=bank)
 
 
 def _score(pool: TilePool, out: nl.ndarray, keys: nl.ndarray, groups: list[Queries], masks: Masks) -> None:

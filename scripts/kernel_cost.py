@@ -24,9 +24,20 @@ from tests.kernels.attention_models import compressed_model, dense_window_model,
 from tests.kernels.cases import GEMMS
 from tests.kernels.fusions import FUSIONS, verdict
 from tests.kernels.models import HIDDEN, ROWS, V41_FP4, V41_FP8, Modelled, gemm_model, hyper_connection_models
-from tests.kernels.small_models import CONTEXTS, LATENT, expert_model, index_model, norm_model, pool_model, swiglu_model
+from tests.kernels.small_models import (
+    CANDIDATES,
+    CONTEXTS,
+    LATENT,
+    candidates_model,
+    expert_model,
+    index_model,
+    norm_model,
+    pool_model,
+    swiglu_model,
+    top_k_rounds,
+)
 
-TABLES = ("gemm", "hc", "norm", "pool", "index", "attention", "fusions")
+TABLES = ("gemm", "hc", "norm", "pool", "index", "candidates", "topk", "attention", "fusions")
 
 
 def _gemm_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, list[Modelled]]]:
@@ -73,6 +84,22 @@ def _attention_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, li
     yield "window_attn, in tiles of 64", [dense_window_model(m, cores) for m in tiles]
 
 
+def _candidate_rows(rows: tuple[int, ...], cores: int) -> Iterable[tuple[str, list[Modelled]]]:
+    for name, tokens in CONTEXTS.items():
+        if tokens > 8 * CANDIDATES:
+            models = [candidates_model(m, tokens, m, cores) for m in rows]
+            yield f"index_candidates, 16,384 entries a query | {name}, ratio 1", models
+
+
+def _print_top_k(rows: tuple[int, ...]) -> None:
+    print("Finding the 512 best of every query's entries, eight a round, on one core; microseconds.")
+    print(f"| entries | {' | '.join(f'm = {m}' for m in rows)} |")
+    print("|---" * (len(rows) + 1) + "|")
+    for entries in (4096, 16384, 65536, 131072, 1048576):
+        print(f"| {entries} | {' | '.join(f'{top_k_rounds(m, entries) * 1e6:.0f}' for m in rows)} |")
+    print()
+
+
 def _print_fusions(rows: tuple[int, ...]) -> None:
     print(f"| steps | {' | '.join(f'm = {m}' for m in rows)} | pays |")
     print("|---" * (len(rows) + 2) + "|")
@@ -114,15 +141,18 @@ def main(rows: str, cores: int, engines: bool, tables: str) -> None:
         "norm": _norm_rows,
         "pool": _pool_rows,
         "index": _index_rows,
+        "candidates": _candidate_rows,
         "attention": _attention_rows,
     }
-    titles = {"gemm": "kernel | weight | floor", "index": "kernel | context"}
+    titles = {"gemm": "kernel | weight | floor", "index": "kernel | context", "candidates": "kernel | context"}
     for table in tables.split(","):
         if table == "fusions":
             print(
                 "Kernels for all steps, kernels only where torch has none, one kernel; each with its calls, two cores."
             )
             _print_fusions(counts)
+        elif table == "topk":
+            _print_top_k(counts)
         else:
             _print(titles.get(table, "kernel"), makers[table](counts, cores), counts, engines)
 

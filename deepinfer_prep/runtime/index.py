@@ -1,7 +1,8 @@
 """Index scores and the choice of what a query attends to: a kernel on a Neuron device, the same in torch elsewhere.
 
 The index's keys are kept as bf16 [sequences, 128, n], a column an entry: TensorE takes them as they lie, without
-unpacking or transposing. `DEEPINFER_NEURON_NKI_ATTN=0` turns the kernel off. Lists are chosen in torch everywhere.
+unpacking or transposing. Where candidates are scored, they are kept as rows, too: bf16 [sequences, n, 128].
+`DEEPINFER_NEURON_NKI_ATTN=0` turns the kernels off. Lists are chosen in torch everywhere.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import torch
 
 from deepinfer_prep.kernels import attention_reference as reference
+from deepinfer_prep.kernels.constants import CANDIDATE_BLOCK
 from deepinfer_prep.runtime import kernel_launch, neuron
 
 __all__ = [
     "candidate_blocks",
+    "candidate_scores",
+    "candidate_scores_supported",
     "index_score",
     "index_score_supported",
     "store_keys",
+    "top_k_candidates",
     "top_k_positions",
     "within_candidates",
 ]
@@ -24,6 +29,12 @@ _HEAD_DIM = 128
 """Elements of a query's head and of a key: they lie on the partitions."""
 
 _HEADS = (32, 64)
+
+_ENTRIES_MAX = 1 << 24
+"""Entries whose numbers pass through fp32 exactly."""
+
+_BLOCK_SHIFT = 3
+"""Compilers divide integers in fp32: an entry's block is its number shifted by this."""
 
 
 def store_keys(cache: torch.Tensor, keys: torch.Tensor, sequences: torch.Tensor, entries: torch.Tensor) -> None:
@@ -98,3 +109,53 @@ def within_candidates(scores: torch.Tensor, blocks: torch.Tensor) -> torch.Tenso
     """scores fp32 [..., n] with -inf outside of the blocks int32 [..., count] that candidate_blocks chose."""
     allowed = reference.within_candidates(scores.flatten(0, -2), blocks.flatten(0, -2))
     return allowed.reshape(scores.shape)  # type: ignore[no-any-return]
+
+
+def candidate_scores_supported(q: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether the kernel scores candidates: as `index_score_supported`, of whole blocks and at most 2^24 entries."""
+    whole = rows.shape[-2] % CANDIDATE_BLOCK == 0 and rows.shape[:-1].numel() <= _ENTRIES_MAX
+    return whole and index_score_supported(q, rows.transpose(-1, -2))
+
+
+def candidate_scores(
+    q: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, klen: torch.Tensor, blocks: torch.Tensor
+) -> torch.Tensor:
+    """`index_score` for the entries of each query's blocks alone: the others' keys are not read.
+
+    Args:
+        q: bf16 [..., heads, 128].
+        rows: bf16 [n, 128] or [sequences, n, 128], a row an entry, n a multiple of 8; queries of one sequence are
+            consecutive, equally many for each.
+        weights: fp32 [..., heads].
+        klen: integers [...].
+        blocks: integers [..., count], as candidate_blocks lists them.
+
+    Returns:
+        fp32 [..., 8, count]: at [i, b] the score of entry 8 * blocks[b] + i; -inf for empty places and from klen on.
+    """
+    queries, factors, limits = q.flatten(0, -3), weights.float().flatten(0, -2), klen.int().flatten()
+    lists = blocks.int().flatten(0, -2)
+    if candidate_scores_supported(q, rows):
+        by_sequence = rows.reshape(-1, *rows.shape[-2:]).contiguous()
+        launch = kernel_launch.kernel("index_candidates")
+        scores = launch(
+            queries.contiguous(), by_sequence, factors.contiguous(), limits.contiguous(), lists.contiguous()
+        )
+    else:
+        scores = reference.index_candidates(queries, rows, factors, limits, lists)
+    return scores.reshape(*q.shape[:-2], CANDIDATE_BLOCK, blocks.shape[-1])  # type: ignore[no-any-return]
+
+
+def top_k_candidates(scores: torch.Tensor, blocks: torch.Tensor, k: int) -> torch.Tensor:
+    """The best entries of what `candidate_scores` gives: int32 [..., k], ascending, then -1.
+
+    Args:
+        scores: fp32 [..., 8, count]. An entry that scores -inf is never chosen.
+        blocks: integers [..., count], ascending, then -1.
+        k: length of the list.
+    """
+    by_entry = scores.transpose(-1, -2).flatten(-2)
+    whole = torch.full(by_entry.shape[:-1], by_entry.shape[-1], device=scores.device)
+    places = top_k_positions(by_entry, whole, k)
+    block = torch.gather(blocks.long(), -1, places.clamp(min=0).long() >> _BLOCK_SHIFT)
+    return torch.where(places < 0, -1, block * CANDIDATE_BLOCK + (places & (CANDIDATE_BLOCK - 1))).int()

@@ -6,18 +6,21 @@ The floor of each is the time to move what it reads and writes once.
 from __future__ import annotations
 
 from nki_emulator import TensorSpec, installed
-from nki_emulator.cost import ENGINES, KernelCost, ProgramCost, hbm_floor
+from nki_emulator.cost import ENGINES, HERTZ, KernelCost, ProgramCost, hbm_floor
 
 from tests.kernels.models import HIDDEN, Modelled, kernel_model
 
 with installed():
-    from deepinfer_prep.kernels import compress_pool, fp4_expert, index_score, rmsnorm, swiglu
+    from deepinfer_prep.kernels import compress_pool, fp4_expert, index_candidates, index_score, rmsnorm, swiglu
 
 INTER = 2304
 LATENT = 512
 HEADS, HEAD_DIM = 32, 128
 LONG = 32768
 """Entries after which an index kernel's work repeats, on one core or two: a multiple of what it loads at a time."""
+
+CANDIDATES = 2048
+"""Blocks of 8 entries that a consumer of candidates looks at."""
 
 CONTEXTS = {"8k": 8192, "128k": 131072, "1M": 1048576}
 """Tokens of context: at ratio 1 as many entries, at ratio 2 half of them."""
@@ -67,6 +70,32 @@ def index_model(tokens: int, entries: int, sequences: int = 1, cores: int = 2) -
     q, weights = TensorSpec((tokens, HEADS, HEAD_DIM), "bfloat16"), TensorSpec((tokens, HEADS), "float32")
     keys = TensorSpec((sequences, HEAD_DIM, entries), "bfloat16")
     return kernel_model(index_score.kernel, [q, keys, weights, TensorSpec((tokens,), "int32"), entries], size, cores)
+
+
+def candidates_model(tokens: int, entries: int, sequences: int = 1, cores: int = 2) -> Modelled:
+    """Index scores of CANDIDATES blocks of each query's own."""
+    if sequences > 2:
+        each = tokens // sequences
+        ends = candidates_model(each, entries, 1, cores), candidates_model(2 * each, entries, 2, cores)
+        return _on_line(*ends, sequences - 1, tokens * ends[0].floor / each)
+    q, weights = TensorSpec((tokens, HEADS, HEAD_DIM), "bfloat16"), TensorSpec((tokens, HEADS), "float32")
+    rows, klen = TensorSpec((sequences, entries, HEAD_DIM), "bfloat16"), TensorSpec((tokens,), "int32")
+    arguments = [q, rows, weights, klen, TensorSpec((tokens, CANDIDATES), "int32")]
+    size = tokens * CANDIDATES * 8 * (2 * HEAD_DIM + 4)
+    return kernel_model(index_candidates.kernel, arguments, size, cores)
+
+
+def top_k_rounds(queries: int, entries: int, k: int = 512) -> float:
+    """Seconds of one core to find the k best of each query's entries, eight a round: max8, nc_match_replace8.
+
+    A query's entries lie on several partitions, which find their k best side by side; what they found is searched
+    again. The best split of 128 partitions is taken. Nothing is counted for moving and for the places.
+    """
+    rounds = 2 * -(-k // 8)
+    splits = range(1, max(1, 128 // queries) + 1)
+    tiles = -(-queries // 128)
+    cycles = min(tiles * rounds * (entries / split + (k * split if split > 1 else 0)) for split in splits)
+    return cycles / HERTZ["vector"]
 
 
 def _on_line(first: Modelled, second: Modelled, steps: int, floor: float) -> Modelled:

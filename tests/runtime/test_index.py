@@ -107,3 +107,25 @@ def test_a_step_of_the_index_compiles_for_the_device_in_one_graph() -> None:
     found, plain = compiled(caches[0], *arguments), step(caches[1], *arguments)
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
     assert torch.equal(*caches)
+
+
+def test_lists_of_candidates_are_those_of_the_mask(fake_neuron: FakeNeuron) -> None:
+    n, klen = 296, torch.tensor([[0, 1, 296], [7, 200, 295]])
+    keys = KEYS[:, :, :n]
+    rows = keys.transpose(1, 2).contiguous()
+    scores = index.index_score(Q, keys.contiguous(), WEIGHTS, klen)
+    blocks = index.candidate_blocks(scores, klen, 9)
+    found = index.candidate_scores(Q, rows, WEIGHTS, klen, blocks)
+    assert list(fake_neuron.wrapped) == ["index_score.kernel", "index_candidates.kernel"]
+    expected = index.top_k_positions(index.within_candidates(scores, blocks), klen, 40)
+    assert torch.equal(index.top_k_candidates(found, blocks, 40), expected)
+
+
+def test_candidates_on_a_host_and_of_broken_blocks_stay_in_torch() -> None:
+    rows, klen = KEYS[0].transpose(0, 1), torch.tensor([5, 300, 256])
+    assert not index.candidate_scores_supported(Q[0], rows)
+    blocks = torch.tensor([[0, -1], [3, 31], [31, -1]])
+    found = index.candidate_scores(Q[0], rows[:296], WEIGHTS[0], klen, blocks)
+    scores = index.index_score(Q[0], KEYS[0], WEIGHTS[0], klen)
+    expected = index.top_k_positions(index.within_candidates(scores, blocks), klen, 20)
+    assert torch.equal(index.top_k_candidates(found, blocks, 20), expected)
