@@ -105,7 +105,7 @@ class Compressor(nn.Module):
         none, ends = slots[:1], positions[-1:] + 1
         pooled = attention.compress_and_update_state_prefill(
             score, latent, caches.state, none, slots[:most], torch.cat([none, none + count]),
-            torch.cat([none, ends]), torch.cat([none, none + most]), ratio, dtype,
+            torch.cat([none, ends]), torch.cat([none, none + most]), ratio, dtype=dtype,
         )  # fmt: skip
         groups = positions[:1] // ratio + torch.arange(most, device=x.device)
         return pooled, torch.where((groups + 1) * ratio <= ends, groups, -1).int()

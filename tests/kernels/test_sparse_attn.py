@@ -93,7 +93,7 @@ def test_lists_of_every_length_with_gaps_anywhere(k: int, valid: int, place: str
     check(case(3, 16, k, valid, place))
 
 
-@pytest.mark.parametrize(("t", "heads"), [(1, 64), (3, 8), (3, 64), (5, 33), (64, 16), (128, 8), (200, 16)])
+@pytest.mark.parametrize(("t", "heads"), [(1, 64), (3, 8), (3, 64), (5, 33), (64, 16), (128, 8), (200, 8)])
 def test_any_number_of_queries_and_heads(t: int, heads: int) -> None:
     check(case(t, heads, 5 if t > 5 else 64, 4))
 

@@ -67,6 +67,7 @@ def compress_and_update_state_prefill(
     cu_seqlens_k: torch.Tensor,
     cu_compressed_seqlens_q: torch.Tensor,
     ratio: int,
+    mirror_cp_reverse_index: None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """Pool the groups that a prefill step completes, then keep its last tokens.
@@ -83,11 +84,20 @@ def compress_and_update_state_prefill(
         cu_seqlens_k: integers [sequences + 1], the same of all tokens up to the end of the step.
         cu_compressed_seqlens_q: integers [sequences + 1], where each sequence's rows of the result begin.
         ratio: tokens of a group.
+        mirror_cp_reverse_index: None; tokens that are split over ranks (context parallelism) are not put in order.
         dtype: bf16 or fp32; what the pool is rounded to.
 
     Returns:
         `dtype` [c, d]; zeros for a row without a complete group.
+
+    Raises:
+        PrepError: an order of tokens is given.
     """
+    if mirror_cp_reverse_index is not None:
+        raise PrepError(
+            "compress_and_update_state_prefill was given mirror_cp_reverse_index. Put score and latent in the order of "
+            "positions before, and pass None."
+        )
     fresh = torch.stack([score, latent], dim=1).to(state_cache.dtype)
     ends = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
     starts = ends - (cu_seqlens_q[1:] - cu_seqlens_q[:-1])

@@ -107,3 +107,19 @@ def test_decode_goes_on_where_prefill_ended() -> None:
     )
     found = decode(state, ints(0), ints(8), score[7:], latent[7:], 2)
     assert torch.equal(found, pooled(score, latent, 2)[3:])
+
+
+def test_an_order_of_tokens_is_refused() -> None:
+    bounds = ints(0, 1)
+    with pytest.raises(PrepError, match="mirror_cp_reverse_index"):
+        attention.compress_and_update_state_prefill(
+            *tokens(1),
+            torch.zeros(1, 8, 2, D),
+            ints(0),
+            ints(0),
+            bounds,
+            bounds,
+            bounds,
+            2,
+            ints(0),  # type: ignore[arg-type]
+        )
