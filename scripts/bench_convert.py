@@ -54,7 +54,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.source, self.copied, self.output = folder / "source", folder / "copied", folder / "output"
-        self.loaded = folder / "loaded"
+        self.loaded, self.laid_out = folder / "loaded", folder / "laid_out"
 
     def copy(self) -> tuple[float, int]:
         """`cp -r` and sync."""
@@ -73,11 +73,19 @@ class Bench:
 
     def convert(self) -> tuple[float, int]:
         """`deepinfer-prep convert`."""
-        shutil.rmtree(self.output, ignore_errors=True)
+        return self._convert(self.output, "stored")
+
+    def convert_for_kernels(self) -> tuple[float, int]:
+        """`deepinfer-prep convert --layout kernel`."""
+        result = self._convert(self.laid_out, "kernel")
+        shutil.rmtree(self.laid_out)
+        return result
+
+    def _convert(self, output: Path, layout: str) -> tuple[float, int]:
+        shutil.rmtree(output, ignore_errors=True)
         warm(self.source)
-        return measure(
-            [sys.executable, "-m", "deepinfer_prep", "convert", str(self.source), str(self.output), "--quiet"]
-        )
+        command = [sys.executable, "-m", "deepinfer_prep", "convert", str(self.source), str(output), "--quiet"]
+        return measure([*command, "--layout", layout])
 
     def compare(self) -> tuple[float, int]:
         """`cmp` of the checkpoint and its copy, file by file."""
@@ -118,7 +126,8 @@ def measure(command: list[str], then_sync: bool = False) -> tuple[float, int]:
 @click.option("--size", default="2GB", show_default=True, help="Size of the sample checkpoint.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="How often each is timed.")
 @click.option("--without-load-time", is_flag=True, help="Leave the load-time method out (it is slow).")
-def main(folder: Path, size: str, rounds: int, without_load_time: bool) -> None:
+@click.option("--layouts", is_flag=True, help="Time only converting, to either layout.")
+def main(folder: Path, size: str, rounds: int, without_load_time: bool, layouts: bool) -> None:
     """Print a table of medians and ratios."""
     bench = Bench(folder)
     if not bench.source.exists():
@@ -126,11 +135,14 @@ def main(folder: Path, size: str, rounds: int, without_load_time: bool) -> None:
     contestants: dict[str, Callable[[], tuple[float, int]]] = {
         "cp -r + sync": bench.copy,
         "convert": bench.convert,
+        "--layout kernel": bench.convert_for_kernels,
         "cmp": bench.compare,
         "verify --source": bench.verify,
     }
     if not without_load_time:
         contestants["load-time method"] = bench.load_time
+    if layouts:
+        contestants = {name: contestants[name] for name in ("convert", "--layout kernel")}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     peaks: dict[str, int] = dict.fromkeys(contestants, 0)
     for number in range(1 + rounds):
@@ -145,7 +157,9 @@ def main(folder: Path, size: str, rounds: int, without_load_time: bool) -> None:
 def print_table(source: Path, seconds: dict[str, list[float]], peaks: dict[str, int]) -> None:
     """Medians, ratios to what each is compared with, and peak memory."""
     total = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
-    beside = {"convert": "cp -r + sync", "verify --source": "cmp", "load-time method": "convert"}
+    beside = {"verify --source": "cmp", "load-time method": "convert", "--layout kernel": "convert"}
+    if "cp -r + sync" in seconds:
+        beside["convert"] = "cp -r + sync"
     click.echo(f"{format_size(total)} on {source.parent}, {os.cpu_count()} processors ({platform.machine()})")
     click.echo(f"{'':18}{'median s':>10}{'min':>8}{'max':>8}{'rate':>12}{'peak RSS':>11}  ratio")
     for name, times in seconds.items():

@@ -16,12 +16,15 @@ import deepinfer_prep.writing.segment_writer
 from deepinfer_prep import Options, RefusedError, convert_checkpoint, inspect_checkpoint, verify_checkpoint
 from deepinfer_prep.cli.main import main
 from deepinfer_prep.errors import ManifestError
+from deepinfer_prep.files.bands import BandedWeight
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.files.container import read_header
 from deepinfer_prep.files.segments import new_buffer
 from deepinfer_prep.files.storage import RangeReader
+from deepinfer_prep.kernel_layout import weight_to_kernel_order, weight_to_stored_order
 from deepinfer_prep.manifest import parse_manifest
 from deepinfer_prep.planning.plan import OutputFile, plan_conversion
+from deepinfer_prep.quantized import Element
 from deepinfer_prep.writing.output_bytes import Tally, output_chunks
 from tests.banded import in_kernel_order, weights, write_checkpoint
 from tests.raises import raises_code
@@ -324,3 +327,29 @@ def test_a_manifest_of_another_layout_is_refused(laid_out: Path, field: str, val
     with pytest.raises(ManifestError) as caught:
         parse_manifest(json.dumps(manifest).encode(), laid_out / MANIFEST)
     assert message in str(caught.value)
+
+
+@given(rows=st.integers(1, 1400), row_bytes=st.integers(1, 40), element=st.sampled_from(["e4m3", "e2m1"]))
+def test_every_byte_of_a_weight_of_any_shape_goes_to_its_place_and_back(
+    rows: int, row_bytes: int, element: Element
+) -> None:
+    stored_bytes = np.random.default_rng(rows).integers(0, 256, (rows, row_bytes), dtype=np.uint8)
+    moved = weight_to_kernel_order(stored_bytes, element)
+    assert np.array_equal(moved, in_kernel_order(stored_bytes, element))
+    assert np.array_equal(weight_to_stored_order(moved, element), stored_bytes)
+
+
+@given(
+    matrices=st.integers(1, 3), rows=st.integers(1, 1400), row_bytes=st.integers(1, 40), at=st.floats(0, 1, width=16)
+)
+def test_a_place_in_that_order_is_traced_to_its_row_and_column(
+    matrices: int, rows: int, row_bytes: int, at: float
+) -> None:
+    weight = BandedWeight((matrices, rows, row_bytes), "e4m3")
+    offset = min(weight.nbytes - 1, int(at * weight.nbytes))
+    marked = np.zeros(weight.shape, np.uint8)
+    marked.reshape(-1)[weight.stored_offset(offset)] = 1
+    assert int(np.flatnonzero(in_kernel_order(marked, "e4m3"))[0]) == offset
+    start, band = weight.band_at(offset)
+    assert start <= offset < start + band.rows * row_bytes
+    assert start // weight.matrix_bytes == (start + band.rows * row_bytes - 1) // weight.matrix_bytes

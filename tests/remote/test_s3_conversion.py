@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from deepinfer_prep import convert_checkpoint, inspect_checkpoint, verify_checkpoint
+from deepinfer_prep import Options, convert_checkpoint, inspect_checkpoint, verify_checkpoint
 from deepinfer_prep.cli.main import main
 from deepinfer_prep.files import segments
 from deepinfer_prep.remote import s3_writer
+from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint
+from deepinfer_prep.runtime.loading.slices import Slice
+from tests.banded import weights, write_checkpoint
 from tests.remote.buckets import objects, unfinished_uploads, upload
 from tests.remote.s3_server import BUCKET, S3Server
 from tests.small_files import tree
 
+KERNEL = Options(layout="kernel")
 OUT = f"s3://{BUCKET}/out"
 
 
@@ -133,3 +138,20 @@ def test_one_file_of_a_store_is_a_checkpoint(server: S3Server, client: Any, sour
     result = CliRunner().invoke(main, ["inspect", f"{remote}/model-1.safetensors", "--json"])
     local = CliRunner().invoke(main, ["inspect", str(source / "model-1.safetensors"), "--json"])
     assert json.loads(result.stdout)["kinds"] == json.loads(local.stdout)["kinds"]
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_weights_in_the_kernels_order_go_through_a_store(server: S3Server, client: Any, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", weights({"a": ("e4m3", (1280, 128)), "b": ("e2m1", (544, 128))}), 2)
+    convert_checkpoint(source, tmp_path / "expected", options=KERNEL)
+    remote = upload(client, source, "source")
+    convert_checkpoint(remote, OUT, options=KERNEL)
+    assert objects(client, "out") == tree(tmp_path / "expected")
+    assert verify_checkpoint(OUT, source=remote).ok
+    with PreparedCheckpoint(OUT) as there, PreparedCheckpoint(tmp_path / "expected") as here:
+        for part in (Slice(), Slice(columns=(32, 64)), Slice(rows=(128, 544), columns=(0, 32))):
+            for name in ("a.weight", "b.weight"):
+                found, expected = there.read(name, part), here.read(name, part)
+                assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+        columns = Slice(columns=(64, 128))
+        assert torch.equal(there.read("a.weight.nki", columns), here.read("a.weight.nki", columns))
