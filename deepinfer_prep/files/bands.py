@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 from deepinfer_prep.kernel_layout import Band, bands
 from deepinfer_prep.quantized import Element
 
 
-@dataclass(frozen=True)
+@lru_cache(256)  # A model has few heights of weights, and every band of each of them is looked up.
+def _bands_of(rows: int) -> tuple[Band, ...]:
+    return bands(rows)
+
+
+@dataclass(frozen=True, slots=True)
 class BandedWeight:
     """A weight, or a stack of weights whose rows are cut into bands each for itself.
 
@@ -47,10 +52,10 @@ class BandedWeight:
         """Bytes of all matrices."""
         return math.prod(self.shape)
 
-    @cached_property
+    @property
     def bands(self) -> tuple[Band, ...]:
         """The bands of each matrix."""
-        return bands(self.rows)
+        return _bands_of(self.rows)
 
     @property
     def largest_band_bytes(self) -> int:

@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional
 
 from deepinfer_prep.errors import PrepError
-from deepinfer_prep.kernel_layout import bands
 from deepinfer_prep.kernels import reference
 from deepinfer_prep.kernels.constants import K_MULTIPLE, M_MAX, N_MULTIPLE, TWO_CORE_N_MULTIPLE
 from deepinfer_prep.runtime import kernel_launch, neuron
@@ -122,7 +121,7 @@ def linear_qdq_gated(x: torch.Tensor, w: torch.Tensor, group: int | None, flag: 
         call = kernel_launch.kernel(name)
         return _launch(lambda rows: call(rows, operand.weight, operand.scale, flag), x, operand)
     x, weight = _padded(x, operand)
-    return reference.fp4_linear_2core_gated(x, weight, operand.scale, flag)  # type: ignore[no-any-return]
+    return getattr(reference, name)(x, weight, operand.scale, flag)  # type: ignore[no-any-return]
 
 
 def _operand(w: torch.Tensor, k: int, group: int | None) -> _Operand:
@@ -140,18 +139,18 @@ def _operand(w: torch.Tensor, k: int, group: int | None) -> _Operand:
 
 
 def _kernel_name(operand: _Operand, round_trip: bool) -> str:
+    order = "_kmajor" if operand.is_kmajor else ""
     if operand.is_block128:
-        return "fp8_linear_block128"
+        return f"fp8_linear_block128{order}"
     name = "fp4_linear" if operand.is_fp4 else "fp8_linear"
-    return name if round_trip else f"{name}_raw"
+    return f"{name}{order}" if round_trip else f"{name}_raw{order}"
 
 
 def _linear(x: torch.Tensor, operand: _Operand, *, round_trip: bool) -> torch.Tensor:
     name = _kernel_name(operand, round_trip)
     if _on_kernel(x, operand):
         two_core = operand.n % TWO_CORE_N_MULTIPLE == 0 and kernel_launch.two_core_gemm()
-        order = "_kmajor" if operand.is_kmajor else ""
-        call = kernel_launch.kernel(f"{name}{order}_2core" if two_core else f"{name}{order}")
+        call = kernel_launch.kernel(f"{name}_2core" if two_core else name)
         return _launch(lambda rows: call(rows, operand.weight, operand.scale), x, operand)
     x, weight = _padded(x, operand)
     return getattr(reference, name)(x, weight, operand.scale)  # type: ignore[no-any-return]
@@ -170,19 +169,12 @@ def _launch(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, opera
 
 
 def _padded(x: torch.Tensor, operand: _Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and the weight's bytes, row-major, with zero columns up to whole scale blocks, as the references take them."""
-    if operand.is_kmajor:
-        return x, _row_major(operand)
+    """x and the weight's bytes with zero columns up to whole scale blocks, as the references take them.
+
+    A weight in the kernels' order has whole blocks: kernels take no other.
+    """
     missing = operand.scale.shape[1] * (128 if operand.is_block128 else reference.FP8_BLOCK) - operand.k
     if missing == 0:
         return x, operand.weight
     bytes_missing = missing // 2 if operand.is_fp4 else missing
     return functional.pad(x, (0, missing)), functional.pad(operand.weight, (0, bytes_missing))
-
-
-def _row_major(operand: _Operand) -> torch.Tensor:
-    """The bytes of a weight in the kernels' order as they are stored otherwise."""
-    row_bytes = operand.weight.shape[1]
-    moved = [operand.weight[band.first : band.end].reshape(row_bytes, band.rows).T for band in bands(operand.n)]
-    rows = torch.cat(moved)
-    return rows & 0x87 | rows >> 3 & 0x08 | rows << 1 & 0x70 if operand.is_fp4 else rows

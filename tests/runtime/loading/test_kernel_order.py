@@ -25,6 +25,7 @@ from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint
 from deepinfer_prep.runtime.loading.requests import Request
 from deepinfer_prep.runtime.loading.slices import WHOLE, Slice, SliceError
 from tests.banded import in_kernel_order, weights, write_checkpoint
+from tests.runtime.fake_neuron import FakeNeuron
 from tests.runtime.models import frozen
 
 SHAPES = {
@@ -351,3 +352,13 @@ def test_a_graph_takes_a_weight_in_the_kernels_order(stored: Path, laid_out: Pat
     x = activations(2048)
     compiled = torch.compile(lambda x: gemm.linear_qdq(x, moved), fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), gemm.linear_qdq(x, row_major))
+
+
+@pytest.mark.parametrize("name", ["w1", "e0"])
+def test_kernels_for_that_order_are_launched(stored: Path, laid_out: Path, name: str, fake_neuron: FakeNeuron) -> None:
+    row_major, moved = load_one(stored, name), load_one(laid_out, name)
+    x = activations(columns_of(name))
+    found, expected = gemm.linear_qdq(x, moved), gemm.linear_qdq(x, row_major)
+    launched = {"w1": "fp8_linear_kmajor_2core", "e0": "fp4_linear_kmajor"}[name]
+    assert fake_neuron.calls == [launched, launched.replace("_kmajor", "")]
+    assert ((found - expected).abs().float() <= 2**-6 * expected.abs().float() + 2**-6).all()
