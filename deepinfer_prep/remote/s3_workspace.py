@@ -152,7 +152,11 @@ class S3Workspace:
         with self.store.explained("PutObject", name):
             try:
                 answer: Mapping[str, Any] = client().put_object(
-                    Bucket=self.store.bucket, Key=self.store.prefix + name, Body=data, IfNoneMatch="*"
+                    Bucket=self.store.bucket,
+                    Key=self.store.prefix + name,
+                    Body=data,
+                    ContentMD5=checksums.md5(memoryview(data)),
+                    IfNoneMatch="*",
                 )
                 return answer
             except ClientError as error:

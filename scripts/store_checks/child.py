@@ -2,8 +2,8 @@
 
     python -m store_checks.child LOG STOP convert SOURCE OUTPUT
 
-LOG gets one line a request: operation and URL. The process ends, as if killed, before it sends the first request in
-whose line the pattern STOP is found; an empty STOP lets it run.
+LOG gets one line a request: operation, range of bytes, URL. The process ends, as if killed, before it sends the first
+request in whose line the pattern STOP is found; an empty STOP lets it run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def watch(log: int, stop: str) -> None:
     """Write down what the client of this process sends, repeated requests as well."""
 
     def sending(request: Any, event_name: str, **more: Any) -> None:
-        line = f"{event_name.rpartition('.')[2]} {unquote(request.url)}\n"
+        asked = request.headers.get("Range") or "-"
+        asked = asked.decode() if isinstance(asked, bytes) else asked
+        line = f"{event_name.rpartition('.')[2]} {asked} {unquote(request.url)}\n"
         if stop and re.search(stop, line):
             os.kill(os.getpid(), signal.SIGKILL)
         os.write(log, line.encode())

@@ -23,7 +23,7 @@ class Ended:
     status: int
     output: str
     requests: tuple[str, ...]
-    """Operation and URL of every request."""
+    """Operation, range of bytes and URL of every request."""
     seconds: float
     peak_bytes: int
 
@@ -36,7 +36,7 @@ class Ended:
         """Key and number of every part that was sent."""
         found = set()
         for line in self.requests:
-            match = re.match(rf"UploadPart \S+?/{bucket}/(\S+)\?.*partNumber=(\d+)", line)
+            match = re.match(rf"UploadPart - \S+?/{bucket}/(\S+)\?.*partNumber=(\d+)", line)
             if match is not None:
                 found.add((match[1], int(match[2])))
         return found

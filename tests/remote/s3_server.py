@@ -119,6 +119,7 @@ class _Application:
             "if-match": environ.get("HTTP_IF_MATCH", ""),
             "crc64": environ.get("HTTP_X_AMZ_CHECKSUM_CRC64NVME", ""),
             "md5": environ.get("HTTP_CONTENT_MD5", ""),
+            "sha256": environ.get("HTTP_X_AMZ_CONTENT_SHA256", ""),
         }
         if "HTTP_X_AMZ_COPY_SOURCE" in environ:
             headers["copy-source"] = environ["HTTP_X_AMZ_COPY_SOURCE"]

@@ -75,6 +75,15 @@ def test_a_segment_is_one_part_and_a_small_file_is_sent_once(server: S3Server, c
 
 
 @pytest.mark.usefixtures("small_segments")
+def test_every_body_has_one_checksum_and_is_not_hashed_for_its_signature(
+    server: S3Server, client: Any, source: Path
+) -> None:
+    convert_checkpoint(source, f"s3://{BUCKET}/out")
+    sent = [request for request in server.requests if request.action in ("Put", "UploadPart")]
+    assert {request.headers["sha256"] for request in sent} == {"UNSIGNED-PAYLOAD"}
+    assert all(bool(request.headers["crc64"]) != bool(request.headers["md5"]) for request in sent)
+
+
 def test_every_upload_is_complete_before_the_first_is_published_and_the_manifest_is_last(
     server: S3Server, source: Path
 ) -> None:
