@@ -237,12 +237,12 @@ def loading(place: Place) -> Iterator[Found]:
 def kills(place: Place) -> Iterator[Found]:
     """Killed at random moments and resumed: the same bytes, and no finished part sent twice."""
     output, moments = place.scratch.below("kills"), random.Random(0)
-    whole = place.convert(output).seconds
+    sent = len(place.convert(output).requests)
     done = 0
     while done < place.kills:
         output.empty()
-        process, after = Running("convert", place.source.url, output.url, "--quiet"), moments.uniform(0.3, whole)
-        process.kill(after)
+        process, count = Running("convert", place.source.url, output.url, "--quiet"), moments.randrange(sent)
+        process.kill(count, moments.uniform(0, 1))
         killed = process.end()
         if killed.status == 0:
             continue
@@ -254,7 +254,7 @@ def kills(place: Place) -> Iterator[Found]:
         same = output.digests() == place.expected and not output.uploads()
         yield Found(
             is_done and same and not again,
-            f"{done}: killed after {after:.1f} s, {len(killed.requests)} requests, {len(arrived)} parts; resumed "
+            f"{done}: killed after {len(killed.requests)} requests and {len(arrived)} parts; resumed "
             f"with {len(resumed.sent_parts(output.bucket))} parts, {len(again)} again: {_as(same, 'identical')}",
         )
     output.empty()
