@@ -35,7 +35,10 @@ from .tile_pool import BANK_FP32, P, TilePool, new_pool, psum_tile, sbuf_tile
 def attend(
     q: nl.ndarray, caches: list[nl.ndarray], lists: list[nl.ndarray], sink: nl.ndarray, scale: float
 ) -> nl.ndarray:
-    """bf16 [t, heads, d]: q bf16 [t, heads, d] over the keys of all lists, int32 [t, k] of a cache bf16 [n, d] each."""
+    """bf16 [t, heads, d]: q bf16 [t, heads, d] over the keys of all lists, int32 [t, k] of a cache bf16 [n, d] each.
+
+    scale is at least 2^-20, so that empty entries stay below LOWEST_MAXIMUM.
+    """
     tokens, heads, columns = q.shape
     assert heads <= ATTENTION_HEADS_MAX, f"{heads} heads, must be at most {ATTENTION_HEADS_MAX}"
     assert columns % P == 0, f"d is {columns}, must be a multiple of {P}"
