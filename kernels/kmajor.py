@@ -19,7 +19,7 @@ import nki.language as nl
 
 from .constants import BAND_ROWS, FP8_BLOCK, TWO_CORE_N_MULTIPLE
 from .engine_balance import SHORTEST, charge_scalar, charge_vector, vector_is_free_first
-from .load_x import ROUND_TRIP_PASSES, power_of_two_scales
+from .load_x import ROUND_TRIP_PASSES, SCALE_PASSES, power_of_two_scales
 from .records import Band, BandStack, ColumnSpan, EngineClock, RowPart, Share
 from .scales import load_e8m0
 from .tile_pool import BANK_FP32, P, TilePool, psum_tile, sbuf_tile
@@ -125,8 +125,7 @@ def load_pairs(
         parts = []
         for index in range(len(spans)):
             part = loaded[index][:, :, row : row + rows]
-            _transpose_pairs(pool, part, x[row : row + rows, :], spans[index])
-            charge_vector(clock, part.shape[1] * rows)
+            _transpose_pairs(pool, part, x[row : row + rows, :], spans[index], clock)
             parts.append(planes_of(part))
         if round_trip:
             _round_trip(pool, parts, spans, x.shape[1], clock)
@@ -138,7 +137,7 @@ def planes_of(pairs: nl.ndarray) -> nl.ndarray:
     return pairs.view(nl.bfloat16).reshape_dim(2, (pairs.shape[2], 2))
 
 
-def _transpose_pairs(pool: TilePool, dst: nl.ndarray, x: nl.ndarray, span: ColumnSpan) -> None:
+def _transpose_pairs(pool: TilePool, dst: nl.ndarray, x: nl.ndarray, span: ColumnSpan, clock: EngineClock) -> None:
     """dst fp32 [partitions, pairs, rows] = the span's columns of x bf16 [rows, k] in HBM, pair by pair."""
     partitions, count, rows = dst.shape
     halves = span.columns // 2
@@ -153,7 +152,13 @@ def _transpose_pairs(pool: TilePool, dst: nl.ndarray, x: nl.ndarray, span: Colum
         for index in range(size):
             pair = first + index
             nisa.nc_transpose(dst=bank[:, index, :], data=source[:, pair // halves, :, pair % halves])
-        nisa.tensor_copy(dst=dst[:, first : first + size, :], src=bank, engine=nisa.engine.vector)
+        elements = max(SHORTEST, size * rows)
+        first_free = vector_is_free_first(clock, elements, elements)
+        nisa.tensor_copy(
+            dst=dst[:, first : first + size, :],
+            src=bank,
+            engine=nisa.engine.vector if first_free else nisa.engine.scalar,
+        )
 
 
 def _round_trip(pool: TilePool, planes: list[nl.ndarray], spans: list[ColumnSpan], k: int, clock: EngineClock) -> None:
@@ -169,6 +174,7 @@ def _round_trip(pool: TilePool, planes: list[nl.ndarray], spans: list[ColumnSpan
         blocks = span_blocks(spans[index])
         _block_maxima(pool, amax[:, first : first + blocks], planes[index], spans[index])
     scales = power_of_two_scales(pool, amax)
+    charge_vector(clock, SCALE_PASSES * amax.shape[1])
     for index in range(len(spans)):
         _apply_round_trip(pool, planes[index], scales, spans[index])
         charge_vector(clock, ROUND_TRIP_PASSES * 2 * planes[index].shape[1] * rows)

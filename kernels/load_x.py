@@ -3,7 +3,7 @@
 import nki.isa as nisa
 import nki.language as nl
 
-from .constants import AMAX_FLOOR, FP8_BLOCK, FP8_MAX, MANTISSA_BITS
+from .constants import AMAX_FLOOR, FP8_BLOCK, FP8_MAX
 from .records import KSpan
 from .tile_pool import P, TilePool, sbuf_tile
 from .tiles import fold_factor, k_tiles, load_folded, transpose_folded
@@ -11,8 +11,15 @@ from .tiles import fold_factor, k_tiles, load_folded, transpose_folded
 ROUND_TRIP_PASSES = 3
 """Times that VectorE reads every element of x in the round trip."""
 
+SCALE_PASSES = 7
+"""Cycles a block in power_of_two_scales: two of its five instructions read two operands in SBUF."""
+
 FOLD_WIDTH = 256
 """Columns of a k tile of two planes, the narrowest that rows are folded to."""
+
+EXPONENT_BITS = 0x7F800000
+ONE_BITS = 0x3F800000
+"""Of fp32: where the exponent lies, and 1.0."""
 
 CHUNK = 2048
 """Columns that one step of the round trip takes: keeps its fp32 scales in one PSUM bank."""
@@ -97,15 +104,18 @@ def power_of_two_scales(pool: TilePool, amax: nl.ndarray) -> nl.ndarray:
     nisa.tensor_scalar(
         dst=amax, data=amax, op0=nl.maximum, operand0=AMAX_FLOOR, op1=nl.multiply, operand1=1.0 / FP8_MAX
     )
-    bits = amax.view(nl.int32)
-    exponent = sbuf_tile(pool, "exponents", (rows, count), nl.int32)
-    above = sbuf_tile(pool, "above", (rows, count), nl.int32)
-    nisa.tensor_scalar(dst=exponent, data=bits, op0=nl.right_shift, operand0=MANTISSA_BITS)
-    nisa.tensor_scalar(dst=above, data=bits, op0=nl.bitwise_and, operand0=(1 << MANTISSA_BITS) - 1)
-    nisa.tensor_scalar(dst=above, data=above, op0=nl.not_equal, operand0=0.0)
-    nisa.tensor_tensor(dst=exponent, data1=exponent, data2=above, op=nl.add, engine=nisa.engine.vector)
-    scales = sbuf_tile(pool, "x scales", (rows, 2, count), nl.int32)
-    nisa.tensor_scalar(dst=scales[:, 0, :], data=exponent, op0=nl.left_shift, operand0=MANTISSA_BITS)
-    nisa.tensor_scalar(dst=exponent, data=exponent, op0=nl.subtract, operand0=254.0, reverse0=True)
-    nisa.tensor_scalar(dst=scales[:, 1, :], data=exponent, op0=nl.left_shift, operand0=MANTISSA_BITS)
-    return scales.view(nl.float32)
+    power = sbuf_tile(pool, "powers", (rows, count), nl.int32)
+    above = sbuf_tile(pool, "above", (rows, count), nl.float32)
+    scales = sbuf_tile(pool, "x scales", (rows, 2, count), nl.float32)
+    nisa.tensor_scalar(dst=power, data=amax.view(nl.int32), op0=nl.bitwise_and, operand0=EXPONENT_BITS)
+    below = power.view(nl.float32)
+    nisa.tensor_tensor(dst=above, data1=amax, data2=below, op=nl.not_equal)
+    nisa.scalar_tensor_tensor(
+        dst=scales[:, 0, :], data=above, op0=nl.add, operand0=1.0, op1=nl.multiply, operand1=below
+    )
+    # The bits of 2^-e are those of 1.0, twice, less those of 2^e: multiples of 2^23, which fp32 arithmetic keeps.
+    bits = scales.view(nl.int32)
+    nisa.tensor_scalar(
+        dst=bits[:, 1, :], data=bits[:, 0, :], op0=nl.subtract, operand0=float(2 * ONE_BITS), reverse0=True
+    )
+    return scales

@@ -10,7 +10,7 @@ import torch
 
 from deepinfer_prep.kernels.constants import K_MULTIPLE, M_MAX, N_MULTIPLE, TWO_CORE_N_MULTIPLE
 from deepinfer_prep.runtime import gemm, kernel_launch, neuron, norm
-from deepinfer_prep.runtime.attributes import KERNEL_SCALE, KERNEL_WEIGHT
+from deepinfer_prep.runtime.attributes import KERNEL_ORDER, KERNEL_SCALE, KERNEL_WEIGHT
 
 __all__ = ["expert", "expert_gated", "expert_supported"]
 
@@ -18,12 +18,16 @@ __all__ = ["expert", "expert_gated", "expert_supported"]
 def expert_supported(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> bool:
     """Whether one kernel computes an expert: prepared fp4 weights on a Neuron device, GEMM kernels not off.
 
+    Weights in the kernels' order have none yet: they go through the kernels of `gemm`.
+
     x is bf16 with k % 128 == 0, and so is the inner width; on two cores inner width and result are multiples of 256,
     and the two-core kernels are not turned off.
     """
     if x.dtype != torch.bfloat16 or x.shape[0] == 0 or not neuron.holds(x) or not kernel_launch.gemm_kernels():
         return False
     if not all(gemm.has_kernel(w) and hasattr(w, KERNEL_SCALE) for w in (gate, up, down)):
+        return False
+    if any(hasattr(w, KERNEL_ORDER) for w in (gate, up, down)):
         return False
     inner, n = (getattr(w, KERNEL_WEIGHT).shape[-2] for w in (gate, down))
     packed = all(2 * getattr(w, KERNEL_WEIGHT).shape[-1] == k for w, k in ((gate, x.shape[1]), (down, inner)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from nki_emulator import Options, TensorSpec, count, run
 from nki_emulator.lint import lint_file
 
 import deepinfer_prep.kernels
@@ -84,3 +85,32 @@ def test_the_pessimistic_column_counts_slow_stationaries_and_is_never_below_the_
     assert extra == pytest.approx(matmuls * 64 / 2.4e9)
     assert model.pessimistic_ratio >= model.ratio
     assert model.pessimistic.slowest.seconds["sync"] > 0
+
+
+@emulator_only
+@pytest.mark.parametrize("m", [1, 4, 16])
+@pytest.mark.parametrize("gemm", [gemm for gemm in GEMMS if gemm.kernel_layout], ids=lambda gemm: gemm.name)
+def test_the_kernel_layout_stays_near_the_floor_pessimistically_too(gemm: Gemm, m: int) -> None:
+    limit = (4.3 if m <= 4 else 7.0) if gemm.codes_per_byte == 2 else 1.8
+    for name, n, k in weights_of(gemm):
+        model = gemm_model(gemm, m, n, k)
+        assert model.pessimistic_ratio <= limit, f"{name}: {model.cell()}"
+
+
+@emulator_only
+def test_kernels_for_the_kernel_layout_transpose_no_weight() -> None:
+    """What they transpose is x, scales and results: far fewer tiles than the weight has."""
+    gemm = next(gemm for gemm in GEMMS if gemm.name == "fp8_linear_raw_kmajor")
+    n, k = V41_FP8["wq_a"]
+    specs = TensorSpec((1, k), "bfloat16"), TensorSpec((n, k), "uint8"), TensorSpec((n // 32, k // 32), "uint8")
+    record = run(gemm.kernel(1), *specs, options=Options(arithmetic=False)).instructions
+    assert record is not None
+    assert count(record, "nc_transpose") <= 40
+    assert all(i.operand("stationary").inner_step == 1 for i in record if i.op == "nc_matmul")
+
+
+@emulator_only
+def test_a_chain_of_dependent_instructions_costs_its_latencies_pessimistically() -> None:
+    mixes = hyper_connection_models(1)["hc_mixes"]
+    extra = mixes.pessimistic.slowest.seconds["vector"] - mixes.cost.slowest.seconds["vector"]
+    assert extra >= 100 * 100 / 0.96e9

@@ -310,6 +310,7 @@ def _describe(role: str, tensor: Tensor) -> Operand:
         elements=geometry.count(shape),
         run_bytes=geometry.run_length(shape, strides) * tensor.dtype.itemsize,
         inner_step=inner,
+        place=(tensor.storage.number, tensor.row_offset, _row_end(tensor)),
     )
 
 

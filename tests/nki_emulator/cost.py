@@ -1,8 +1,10 @@
 """A cost model: the instruction record turned into busy time per engine of one trn2 core.
 
-It is a model, not a measurement. It assumes that engines overlap perfectly, so the busiest one bounds the kernel, and
-that instructions of one engine are pipelined, so their fixed latencies vanish behind each other. Each constant says
-where it comes from; "assumed" marks those that no public page gives.
+It is a model, not a measurement. It assumes that engines overlap perfectly, so the busiest one bounds the kernel. At
+its best, instructions of one engine are pipelined, so their fixed latencies vanish behind each other; pessimistically,
+one that reads what the one before it on its engine has written waits for it. Collisions of two engines in a PSUM bank
+are in neither: no page says what they cost. Each constant says where it comes from; "assumed" marks those that no
+public page gives.
 """
 
 from __future__ import annotations
@@ -104,21 +106,49 @@ class Assumptions:
     """Seconds that a DMA takes on a queue where its kind of descriptors is left to the compiler."""
     hbm: float
     """Share of the peak bandwidth that is reached."""
+    chain: dict[str, float]
+    """Seconds an instruction of an engine waits for the one before it if it reads what that has written."""
+    shared_port: bool
+    """Whether GpSimd waits while VectorE moves several elements a cycle within SBUF: nki_perf_guide."""
 
 
-BEST = Assumptions(0, 1.0, 1.0, 0.0, 1.0)
-PESSIMISTIC = Assumptions(128, 2.0, 2.0, HWDGE_ISSUE_SECONDS, 0.9)
+CHAIN_SECONDS = {"vector": 100 / HERTZ["vector"], "scalar": 189e-9 - MIN_CYCLES / HERTZ["scalar"]}
+"""About 100 cycles of VectorE when instructions cannot be pipelined (nki_perf_guide); on ScalarE, dependent
+instructions of 64 cycles were measured 189 ns apart (on trn1, by others)."""
+
+BEST = Assumptions(0, 1.0, 1.0, 0.0, 1.0, {}, False)
+PESSIMISTIC = Assumptions(128, 2.0, 2.0, HWDGE_ISSUE_SECONDS, 0.9, CHAIN_SECONDS, True)
 WIDE_STEP_BYTES = 16
 
 
 def kernel_cost(instructions: Iterable[Instruction], assumptions: Assumptions = BEST) -> KernelCost:
     """The cost of a recorded kernel."""
     programs: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ENGINES, 0.0))
+    latest: dict[tuple[int, str], Instruction] = {}
     for instruction in instructions:
         totals = programs[instruction.program]
         for engine, seconds in busy_seconds(instruction, assumptions).items():
             totals[engine] += seconds
+        if instruction.engine in assumptions.chain:
+            before = latest.get((instruction.program, instruction.engine))
+            if before is not None and _depends(instruction, before):
+                totals[instruction.engine] += assumptions.chain[instruction.engine]
+            latest[instruction.program, instruction.engine] = instruction
+        if assumptions.shared_port and _holds_shared_port(instruction):
+            totals["gpsimd"] += busy_seconds(instruction, assumptions)["vector"]
     return KernelCost(tuple(ProgramCost(programs[index]) for index in sorted(programs)))
+
+
+def _depends(instruction: Instruction, before: Instruction) -> bool:
+    """Whether it reads what the instruction before it has written."""
+    return any(read.touches(written) for read in instruction.reads for written in before.writes)
+
+
+def _holds_shared_port(instruction: Instruction) -> bool:
+    """Whether VectorE moves several elements a cycle, both ends in SBUF."""
+    if instruction.engine != "vector" or instruction.op not in ("tensor_copy", "tensor_scalar"):
+        return False
+    return _copy_speedup(instruction) > 1 and all(operand.buffer == "sbuf" for operand in instruction.operands)
 
 
 def hbm_floor(size: int, programs: int) -> float:

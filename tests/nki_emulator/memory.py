@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from enum import Enum
@@ -112,6 +113,9 @@ class Marks:
             self._uniform, self._codes = code, None
 
 
+_numbers = itertools.count()
+
+
 class Storage:
     """One allocation. On chip, dimension 0 of its shape is the partition; a partition's bytes are contiguous."""
 
@@ -124,6 +128,7 @@ class Storage:
         writer: int = UNWRITTEN,
         data: Bytes | None = None,
     ) -> None:
+        self.number = next(_numbers)
         self.buffer = buffer
         self.shape = shape
         self.dtype = dtype

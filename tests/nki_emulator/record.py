@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,13 @@ class Operand:
     """Bytes of its longest contiguous run within a partition: what one DMA descriptor element can move."""
     inner_step: int
     """Element step of the innermost dimension longer than 1."""
+    place: tuple[int, int, int] = field(compare=False)
+    """Which allocation it lies in, and the first byte of a partition that it spans and the one after the last."""
+
+    def touches(self, other: Operand) -> bool:
+        """Whether both span some of the same bytes, whatever their partitions."""
+        mine, theirs = self.place, other.place
+        return mine[0] == theirs[0] and mine[1] < theirs[2] and theirs[1] < mine[2]
 
     @property
     def bytes(self) -> int:
@@ -59,6 +66,10 @@ class Instruction:
     def flag(self, name: str, default: str = "") -> str:
         """The value of one flag."""
         return dict(self.flags).get(name, default)
+
+    @property
+    def writes(self) -> tuple[Operand, ...]:
+        return tuple(o for o in self.operands if o.role in ("dst", "reduce_res"))
 
     @property
     def reads(self) -> tuple[Operand, ...]:

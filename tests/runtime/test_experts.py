@@ -7,7 +7,7 @@ import torch
 
 from deepinfer_prep.kernels import expert_reference
 from deepinfer_prep.runtime import experts, gemm, norm
-from deepinfer_prep.runtime.attributes import KERNEL_SCALE, KERNEL_WEIGHT
+from deepinfer_prep.runtime.attributes import KERNEL_ORDER, KERNEL_SCALE, KERNEL_WEIGHT
 from tests.runtime.fake_neuron import FakeNeuron
 from tests.runtime.models import Layer, e8m0, fp8, random_codes
 
@@ -94,13 +94,15 @@ def test_many_rows_are_launched_in_turns(fake_neuron: FakeNeuron) -> None:
     assert_near(found[-3:], expected(three, WEIGHT))
 
 
-@pytest.mark.parametrize("case", ["switched off", "two cores off", "fp8", "h = 320", "no row"])
+@pytest.mark.parametrize("case", ["switched off", "two cores off", "fp8", "h = 320", "no row", "kernels' order"])
 def test_what_does_not_suit_the_kernel_takes_its_steps(
     fake_neuron: FakeNeuron, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     three, x = weights(320 if case == "h = 320" else H), X
     if case == "fp8":
         three = fp8_weight(H, K), fp8_weight(H, K), fp8_weight(N, H)
+    if case == "kernels' order":
+        setattr(three[1], KERNEL_ORDER, True)
     if case == "no row":
         x = X[:0]
     if case == "switched off":

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepinfer_prep import kernel_layout
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.kernels import reference
 from deepinfer_prep.runtime import gemm
+from deepinfer_prep.runtime.attributes import KERNEL_ORDER, KERNEL_WEIGHT
 from tests.runtime.fake_neuron import FakeNeuron
 from tests.runtime.models import Layer, e8m0, fp8, random_codes
 
@@ -216,6 +218,33 @@ def test_gemm_launches_the_raw_kernel(fake_neuron: FakeNeuron, make, kernel, n, 
     assert fake_neuron.calls == [kernel + cores]
     assert_close(d[:3], fp8(codes).double() / 4, dequantized(weight))
     assert (d[3] == 0).all()
+
+
+def in_kernel_order(weight: torch.Tensor) -> torch.Tensor:
+    """A prepared weight with its bytes in the kernels' order, as loading leaves it."""
+    stored = getattr(weight, KERNEL_WEIGHT)
+    element = "e2m1" if stored.shape[1] * 2 == 256 else "e4m3"
+    setattr(weight, KERNEL_WEIGHT, torch.from_numpy(kernel_layout.weight_to_kernel_order(stored.numpy(), element)))
+    setattr(weight, KERNEL_ORDER, True)
+    return weight
+
+
+@pytest.mark.parametrize(("make", "n", "kernel"), CASES)
+def test_a_weight_in_the_kernels_order_goes_to_the_kernels_that_know_it(fake_neuron: FakeNeuron, make, n, kernel):
+    x = activations(5)
+    expected, result = gemm.linear_qdq(x, make(n)), gemm.linear_qdq(x, in_kernel_order(make(n)))
+    name, two_core = kernel.removesuffix("_2core"), "_2core" if kernel.endswith("_2core") else ""
+    assert fake_neuron.calls == [kernel, f"{name}_kmajor{two_core}"]
+    assert (result.double() - expected.double()).norm() <= 2.0**-8 * expected.double().norm()
+
+
+def test_the_gated_kernel_knows_the_order_too(fake_neuron: FakeNeuron):
+    weight, x = in_kernel_order(fp4_weight(256)), activations(3)
+    on = gemm.linear_qdq_gated(x, weight, None, torch.ones(1, 1, dtype=torch.int32))
+    off = gemm.linear_qdq_gated(x, weight, None, torch.zeros(1, 1, dtype=torch.int32))
+    assert fake_neuron.calls == ["fp4_linear_kmajor_2core_gated"] * 2
+    assert torch.equal(on, gemm.linear_qdq(x, weight))
+    assert (off == 0).all()
 
 
 def test_gated_kernel(fake_neuron: FakeNeuron):
