@@ -23,7 +23,7 @@ from typing import Any, Generic
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Read when ray is imported: its makers are told nothing.
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deepinfer_prep._version import __version__
@@ -224,6 +224,9 @@ def _load(context: list[Any]) -> Any:
 
 def _compute(context: list[Any], items: list[Any], threads: int, chunk_size: int) -> _Outcome[Any]:
     """Do a run of pieces; an error of ours is a result, so that it arrives as it is."""
+    problem = check_work(context)
+    if problem is not None:
+        return _Outcome([], RefusedError(f"node {socket.gethostname()}: {problem[1]}", code=problem[0]))
     results: list[Any] = []
     try:
         for result in run_parallel(items, _load(context), min(threads, len(items)), chunk_size):
@@ -245,6 +248,8 @@ def check_work(context: list[Any]) -> tuple[str, str] | None:
         _load(context)
     except PrepError as error:
         return error.code, str(error)
+    except (ImportError, RaySystemError) as error:  # The plan names what is not installed here.
+        return "other-version", f"{error}. Install the same version with the same extras on every node."
     except OSError as error:
         return (
             "node-sees-no-files",
@@ -297,6 +302,8 @@ def _check_nodes(context: list[Any]) -> None:
     for reference in answered:
         try:
             problem = ray.get(reference)
+        except RayTaskError as error:
+            raise _explain(error) from None
         except RayError:
             continue  # The node was lost meanwhile, and its tasks go elsewhere.
         if problem is not None:

@@ -23,6 +23,8 @@ from tests.small_files import tree, write_config, write_file
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
+from deepinfer_prep.engines import ray_engine
+
 SEGMENT = 16 * 1024
 CONVERT = f"""
 from deepinfer_prep.files import segments
@@ -131,7 +133,7 @@ class Broken:
         return item
 
 
-def test_errors_arrive_as_they_were_raised_and_name_the_node(address: str) -> None:
+def test_errors_arrive_as_they_were_raised_and_name_the_node(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = RefusedError("one", "two", code="same-folder")
     with open_engine("ray", address) as engine:
         assert engine is not None
@@ -149,6 +151,10 @@ def test_errors_arrive_as_they_were_raised_and_name_the_node(address: str) -> No
             list(engine.run(Broken(check=FileNotFoundError(2, "gone", "/data")), [range(10)], 10, 64))
         assert len(seen.value.reasons) == 2
         assert seen.value.code == "node-sees-no-files"
+        monkeypatch.setattr(ray_engine, "__version__", "0.0.1")
+        with pytest.raises(RefusedError, match=r"^node \S+ .* and the command is 0\.0\.1\. Install the same") as seen:
+            list(engine.run(Broken(), [range(10)], 10, 64))
+        assert seen.value.code == "other-version"
 
 
 def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
