@@ -3,9 +3,8 @@
 import nki
 import nki.language as nl
 
-from .fp4_expert import activate_share, inner_rows, wait_for_both
+from .fp4_expert import activate_share, inner_rows, multiply, wait_for_both
 from .gate import fill_zero, trips_if_one
-from .gemm_fp4 import linear_fp4
 
 
 @nki.jit
@@ -20,7 +19,23 @@ def kernel(
     weight: nl.ndarray,
     flag: nl.ndarray,
 ) -> nl.ndarray:
-    """`fp4_expert.kernel` where flag int32 [1, 1] is 1; otherwise zeros, and no weight of the expert is read.
+    """`fp4_expert.kernel` where flag int32 [1, 1] is 1; otherwise zeros, and no weight of the expert is read."""
+    return gated_rows(x, gate, gate_scale, up, up_scale, down, down_scale, weight, flag, False)
+
+
+def gated_rows(
+    x: nl.ndarray,
+    gate: nl.ndarray,
+    gate_scale: nl.ndarray,
+    up: nl.ndarray,
+    up_scale: nl.ndarray,
+    down: nl.ndarray,
+    down_scale: nl.ndarray,
+    weight: nl.ndarray,
+    flag: nl.ndarray,
+    kmajor: bool,
+) -> nl.ndarray:
+    """The result, bf16 [m, n] in shared HBM; with `kmajor` the weights are in the kernel layout.
 
     Each step is a loop of its own: a loop keeps the tiles of its body, and the barrier stands outside of all, where
     both cores reach it in any case.
@@ -32,16 +47,16 @@ def kernel(
     trips = trips_if_one(flag)
 
     def gate_once(_index: nl.ndarray) -> None:
-        linear_fp4(gated, x, gate, gate_scale, True)
+        multiply(gated, x, gate, gate_scale, kmajor)
 
     def up_once(_index: nl.ndarray) -> None:
-        linear_fp4(raised, x, up, up_scale, True)
+        multiply(raised, x, up, up_scale, kmajor)
 
     def activate_once(_index: nl.ndarray) -> None:
         activate_share(hidden, gated, raised, weight)
 
     def down_once(_index: nl.ndarray) -> None:
-        linear_fp4(out, hidden, down, down_scale, True)
+        multiply(out, hidden, down, down_scale, kmajor)
 
     nl.fori_loop(0, trips, gate_once)
     nl.fori_loop(0, trips, up_once)

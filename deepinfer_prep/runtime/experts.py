@@ -18,16 +18,14 @@ __all__ = ["expert", "expert_gated", "expert_supported"]
 def expert_supported(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> bool:
     """Whether one kernel computes an expert: prepared fp4 weights on a Neuron device, GEMM kernels not off.
 
-    Weights in the kernels' order have none yet: they go through the kernels of `gemm`.
-
     x is bf16 with k % 128 == 0, and so is the inner width; on two cores inner width and result are multiples of 256,
-    and the two-core kernels are not turned off.
+    and the two-core kernels are not turned off. All three weights are row-major, or all in the kernels' order.
     """
     if x.dtype != torch.bfloat16 or x.shape[0] == 0 or not neuron.holds(x) or not kernel_launch.gemm_kernels():
         return False
     if not all(gemm.has_kernel(w) and hasattr(w, KERNEL_SCALE) for w in (gate, up, down)):
         return False
-    if any(hasattr(w, KERNEL_ORDER) for w in (gate, up, down)):
+    if len({hasattr(w, KERNEL_ORDER) for w in (gate, up, down)}) > 1:
         return False
     inner, n = (getattr(w, KERNEL_WEIGHT).shape[-2] for w in (gate, down))
     packed = all(2 * getattr(w, KERNEL_WEIGHT).shape[-1] == k for w, k in ((gate, x.shape[1]), (down, inner)))
@@ -62,7 +60,8 @@ def expert(
         PrepError: a weight is not prepared.
     """
     if expert_supported(x, gate, up, down):
-        return _launched("fp4_expert", x, (gate, up, down), weight, group)
+        name = "fp4_expert_kmajor" if hasattr(gate, KERNEL_ORDER) else "fp4_expert"
+        return _launched(name, x, (gate, up, down), weight, group)
     hidden = norm.swiglu(gemm.linear_qdq(x, gate, group), gemm.linear_qdq(x, up, group), weight)
     return gemm.linear_qdq(hidden, down, group)
 
@@ -82,7 +81,8 @@ def expert_gated(
         PrepError: a weight is not prepared.
     """
     if expert_supported(x, gate, up, down):
-        return _launched("fp4_expert_gated", x, (gate, up, down), weight, group, flag)
+        name = "fp4_expert_kmajor_gated" if hasattr(gate, KERNEL_ORDER) else "fp4_expert_gated"
+        return _launched(name, x, (gate, up, down), weight, group, flag)
     y = expert(x, gate, up, down, weight, group)
     return torch.where(flag == 1, y, torch.zeros_like(y))
 

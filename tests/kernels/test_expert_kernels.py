@@ -7,22 +7,28 @@ import torch
 from nki_emulator import installed, run
 
 from deepinfer_prep.kernels import expert_reference
-from tests.kernels.cases import GEMMS, ON_SIMULATOR, blockquant, make_case
+from tests.kernels.cases import GEMMS, ON_SIMULATOR, Gemm, blockquant, make_case
 from tests.kernels.models import gemm_model
 from tests.kernels.small_models import expert_model
 
 with installed():
-    from deepinfer_prep.kernels import fp4_expert, fp4_expert_gated, swiglu
+    from deepinfer_prep.kernels import (
+        fp4_expert,
+        fp4_expert_gated,
+        fp4_expert_kmajor,
+        fp4_expert_kmajor_gated,
+        swiglu,
+    )
 
-FP4 = next(gemm for gemm in GEMMS if gemm.name == "fp4_linear")
+FP4, FP4_KMAJOR = (next(gemm for gemm in GEMMS if gemm.name == name) for name in ("fp4_linear", "fp4_linear_kmajor"))
 K, H, N = 384, 512, 256
 
 
-def arguments(m: int) -> list[torch.Tensor]:
+def arguments(m: int, gemm: Gemm = FP4) -> list[torch.Tensor]:
     """x, three weights with their scales, and routing weights."""
-    gate, up, down = make_case(FP4, m, H, K), make_case(FP4, m, H, K, "all codes"), make_case(FP4, m, N, H)
+    cases = make_case(gemm, m, H, K), make_case(gemm, m, H, K, "all codes"), make_case(gemm, m, N, H)
     weight = torch.rand(m, 1, generator=torch.Generator().manual_seed(m)) + 0.5
-    return [gate.x, gate.w, gate.scale, up.w, up.scale, down.w, down.scale, weight]
+    return [cases[0].x, *(one for case in cases for one in case.arguments[1:]), weight]
 
 
 @pytest.mark.parametrize("m", [1, 3, 16, 32, 130])
@@ -79,3 +85,18 @@ def test_the_reference_skips_what_the_flag_leaves_out() -> None:
     off, on = (torch.tensor([[flag]], dtype=torch.int32) for flag in (0, 1))
     assert not expert_reference.fp4_expert_gated(*case, off).any()
     assert torch.equal(expert_reference.fp4_expert_gated(*case, on), expert_reference.fp4_expert(*case))
+
+
+@pytest.mark.parametrize("m", [1, 32, 130])
+def test_weights_in_the_kernel_layout_give_what_their_steps_give(m: int) -> None:
+    case = arguments(m, FP4_KMAJOR)
+    x, gate, gate_scale, up, up_scale, down, down_scale, weight = case
+    weight[:] = 1.0
+    gated = run(blockquant.fp4_linear_kmajor, x, gate, gate_scale).output
+    hidden = run(swiglu.kernel, gated, run(blockquant.fp4_linear_kmajor, x, up, up_scale).output).output
+    expected = run(blockquant.fp4_linear_kmajor, hidden, down, down_scale).output
+    assert torch.equal(run(fp4_expert_kmajor.kernel, *case).output, expected)
+    assert torch.equal(run(fp4_expert_kmajor.kernel, *case, grid=2).output, expected)
+    on, off = (torch.tensor([[flag]], dtype=torch.int32) for flag in (1, 0))
+    assert torch.equal(run(fp4_expert_kmajor_gated.kernel, *case, on, grid=2).output, expected)
+    assert not run(fp4_expert_kmajor_gated.kernel, *case, off, grid=2).output.any()

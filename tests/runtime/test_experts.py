@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepinfer_prep import kernel_layout
+from deepinfer_prep.files.bands import BandedWeight
 from deepinfer_prep.kernels import expert_reference
 from deepinfer_prep.runtime import experts, gemm, norm
 from deepinfer_prep.runtime.attributes import KERNEL_ORDER, KERNEL_SCALE, KERNEL_WEIGHT
@@ -28,6 +30,17 @@ def fp8_weight(n: int, k: int) -> torch.Tensor:
     model.weight.sf = e8m0(n // 32, k // 32)
     assert gemm.prepare_model(model) == 1
     return model.weight
+
+
+def in_kernel_order(w: torch.Tensor) -> torch.Tensor:
+    """The same weight as loading from the kernels' layout attaches it."""
+    content = getattr(w, KERNEL_WEIGHT)
+    ordered = torch.from_numpy(kernel_layout.weight_to_kernel_order(content.numpy(), "e2m1"))
+    moved = ordered.flatten()
+    setattr(moved, KERNEL_ORDER, BandedWeight(tuple(content.shape), "e2m1"))
+    setattr(moved, KERNEL_WEIGHT, ordered)
+    setattr(moved, KERNEL_SCALE, getattr(w, KERNEL_SCALE))
+    return moved
 
 
 def weights(h: int = H) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -112,3 +125,20 @@ def test_what_does_not_suit_the_kernel_takes_its_steps(
     assert not experts.expert_supported(x, *three)
     assert experts.expert(x, *three).shape == (len(x), N)
     assert not any(name.startswith("fp4_expert") for name in fake_neuron.wrapped)
+
+
+def test_weights_in_the_kernels_order_have_a_kernel_of_their_own(fake_neuron: FakeNeuron) -> None:
+    three = weights()
+    moved = [in_kernel_order(w) for w in three]
+    found = experts.expert(X, *moved, WEIGHT)
+    assert list(fake_neuron.wrapped) == ["fp4_expert_kmajor.kernel"]
+    assert_near(found, expected(three, WEIGHT))
+    assert torch.equal(experts.expert_gated(X, *moved, ON, WEIGHT), found)
+    assert not experts.expert_supported(X, moved[0], *three[1:])
+    assert_near(experts.expert(X, moved[0], *three[1:], WEIGHT), expected(three, WEIGHT))
+
+
+def test_on_a_host_the_order_of_weights_makes_no_difference() -> None:
+    three = weights()
+    moved = [in_kernel_order(w) for w in three]
+    assert torch.equal(experts.expert(X, *moved, WEIGHT), experts.expert(X, *three, WEIGHT))

@@ -1,0 +1,21 @@
+"""A routed expert in one launch, of weights in the kernel layout."""
+
+import nki
+import nki.language as nl
+
+from .fp4_expert import expert_rows
+
+
+@nki.jit
+def kernel(
+    x: nl.ndarray,
+    gate: nl.ndarray,
+    gate_scale: nl.ndarray,
+    up: nl.ndarray,
+    up_scale: nl.ndarray,
+    down: nl.ndarray,
+    down_scale: nl.ndarray,
+    weight: nl.ndarray,
+) -> nl.ndarray:
+    """`fp4_expert.kernel` of weights in the kernel layout."""
+    return expert_rows(x, gate, gate_scale, up, up_scale, down, down_scale, weight, True)

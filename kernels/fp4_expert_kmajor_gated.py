@@ -1,0 +1,22 @@
+"""A routed expert in one launch, of weights in the kernel layout, left out where no token was routed to it."""
+
+import nki
+import nki.language as nl
+
+from .fp4_expert_gated import gated_rows
+
+
+@nki.jit
+def kernel(
+    x: nl.ndarray,
+    gate: nl.ndarray,
+    gate_scale: nl.ndarray,
+    up: nl.ndarray,
+    up_scale: nl.ndarray,
+    down: nl.ndarray,
+    down_scale: nl.ndarray,
+    weight: nl.ndarray,
+    flag: nl.ndarray,
+) -> nl.ndarray:
+    """`fp4_expert_gated.kernel` of weights in the kernel layout."""
+    return gated_rows(x, gate, gate_scale, up, up_scale, down, down_scale, weight, flag, True)
