@@ -1,13 +1,14 @@
-"""Small reads that mostly go to one file."""
+"""Small reads that mostly go to one file, and what makes a file the same on two machines."""
 
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deepinfer_prep.files.storage import Readers
+from deepinfer_prep.files.storage import FileState, Readers, check_same_here
 from tests.raises import raises_code
 
 
@@ -39,3 +40,20 @@ def test_readers_work_again_after_a_file_that_cannot_be_opened(paths: list[Path]
         with raises_code("not-a-file"):
             readers.get(paths[0].parent)
         assert readers.get(paths[0]).size() == 3
+
+
+def test_a_file_with_another_inode_is_the_same_on_another_machine(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(b"1234")
+    here = FileState.of(path)
+    elsewhere = replace(here, inode=here.inode + 1, changed_ns=0)
+    assert check_same_here(path, elsewhere) == here
+
+
+@pytest.mark.parametrize("field", ["size", "modified_ns"])
+def test_a_file_of_another_size_or_time_is_another_file(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(b"1234")
+    here = FileState.of(path)
+    with raises_code("file-differs"):
+        check_same_here(path, replace(here, **{field: getattr(here, field) + 1}))
