@@ -26,6 +26,7 @@ class Ended:
     """Operation, range of bytes and URL of every request."""
     seconds: float
     peak_bytes: int
+    """Memory; 0 where it was killed."""
 
     @property
     def counts(self) -> Counter[str]:
@@ -68,13 +69,14 @@ class Running:
 
     def end(self) -> Ended:
         """Wait for the end."""
-        _, status, usage = os.wait4(self._process.pid, 0)
-        self._process.returncode = os.waitstatus_to_exitcode(status)
+        self._process.wait()
         seconds = time.monotonic() - self._started
         requests = tuple(self._log.read_text().splitlines())
         said = " ".join(self._said.read_text(errors="replace").split())
+        noted = self._log.with_suffix(".peak")
+        peak = int(noted.read_text()) if noted.exists() else 0
         self._folder.cleanup()
-        return Ended(self._process.returncode, said, requests, seconds, usage.ru_maxrss * 1024)
+        return Ended(self._process.returncode, said, requests, seconds, peak)
 
 
 def run(*arguments: str, stop: str = "", **environment: str) -> Ended:
