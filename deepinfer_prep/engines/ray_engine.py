@@ -23,6 +23,7 @@ from typing import Any, Generic
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Read when ray is imported: its makers are told nothing.
 
 import ray
+from ray._private import worker
 from ray.exceptions import RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -138,10 +139,25 @@ def connect(address: str | None = None, threads: int | None = None) -> Iterator[
                 code="no-cluster",
             ) from None
     try:
-        yield RayEngine(threads or THREADS)
+        with _silent_driver():
+            yield RayEngine(threads or THREADS)
     finally:
         with _signals_kept():
             ray.shutdown()
+
+
+@contextmanager
+def _silent_driver() -> Iterator[None]:
+    """Ray prints on stdout what it has to say of a lost node, and no setting of its own ends that."""
+    printed = getattr(worker, "print_to_stdstream", None)
+    if printed is None:
+        yield
+        return
+    worker.print_to_stdstream = lambda *arguments, **options: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = printed
 
 
 def _require_answer(address: str) -> None:

@@ -73,7 +73,12 @@ def test_an_output_is_that_of_threads_and_is_verified(
 
 
 def test_a_node_that_dies_in_the_middle_of_a_run_changes_nothing(
-    cluster: Any, address: str, source: Path, expected: dict[str, bytes], tmp_path: Path
+    cluster: Any,
+    address: str,
+    source: Path,
+    expected: dict[str, bytes],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     node = cluster.add_node(**NODE)
     died_at: list[float] = []
@@ -85,6 +90,8 @@ def test_a_node_that_dies_in_the_middle_of_a_run_changes_nothing(
 
     with open_engine("ray", address) as engine:
         convert_checkpoint(source, tmp_path / "out", engine=engine, progress=kill)
+        time.sleep(1)  # Until Ray has noticed the loss.
+    assert capfd.readouterr().out == ""
     assert died_at[0] < 0.5
     assert tree(tmp_path / "out") == expected
 
