@@ -25,7 +25,7 @@ def combine(checkpoint: Checkpoint, quantization: Quantization, mapped: Layout, 
 
     A weight takes the scale and block of the first family that pairs it. If another family pairs it with another
     scale, it stays unpaired, because which scale multiplies it is not known. Every F8_E4M3 tensor ends as a weight, as
-    a marker or as unpaired with a reason.
+    a marker, as a zero point or as unpaired with a reason.
     """
     parts = [mapped, *layouts]
     chosen, rivals = _choose(mapped, parts)
@@ -36,11 +36,12 @@ def combine(checkpoint: Checkpoint, quantization: Quantization, mapped: Layout, 
         known |= part.unpaired
     known |= {name: _ambiguous(scales) for name, scales in rivals.items()}
     markers = tuple(name for part in parts for name in part.markers)
-    open_names = [name for name in fp8_names(checkpoint) if name not in chosen and name not in markers]
     weights = tuple(chosen[name] for name in checkpoint.tensors if name in chosen)
     activation_scales = find_activation_scales(checkpoint, quantization, weights)
     claimed = {name for weight in weights for name in (weight.weight, weight.scale)} | {*activation_scales, *markers}
     factors = find_other_factors(checkpoint, weights, claimed, {weight.weight for weight in mapped.weights})
+    known_names = {*chosen, *markers, *factors.zero_points}
+    open_names = [name for name in fp8_names(checkpoint) if name not in known_names]
     return Layout(
         family=_family_name(parts, chosen, frozenset(open_names)),
         weights=weights,

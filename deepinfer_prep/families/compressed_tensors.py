@@ -3,6 +3,7 @@
 `quantization_config.config_groups` holds one scheme or several; each has `targets` (module names, `re:` patterns or
 module classes) and `weights` with `strategy`: tensor, channel, block (`block_structure`) or group (`group_size`; with
 `scale_dtype` torch.uint8 the bytes are e8m0 exponents). Packed integers and fp4 (`weight_packed`) hold no fp8 weight.
+Sparse weights keep the values that are not zero in `x.compressed`, and where these lie in `x.bitmask`, which is copied.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from deepinfer_prep.files.checkpoint import Checkpoint
 from deepinfer_prep.quantized import FP8_DTYPE
 
 _NAME = "compressed-tensors"
+_SPARSE = "a sparse weight holds only the values that are not zero, which no kernel here takes"
 
 
 def layout(checkpoint: Checkpoint, quantization: Quantization) -> Layout | None:
@@ -21,7 +23,17 @@ def layout(checkpoint: Checkpoint, quantization: Quantization) -> Layout | None:
     if not quantization.has_method(_NAME):
         return None
     pairs = pair_weights(checkpoint, quantization, lambda name: appended(name, "_scale"))
-    return Layout(_NAME, pairs.weights, pairs.unpaired, warnings=_packed_warning(checkpoint, quantization))
+    sparse = pair_weights(checkpoint, quantization, _scales_of_sparse, no_kernel_scale=_SPARSE)
+    return Layout(
+        _NAME,
+        (*pairs.weights, *sparse.weights),
+        {**pairs.unpaired, **sparse.unpaired},
+        warnings=_packed_warning(checkpoint, quantization),
+    )
+
+
+def _scales_of_sparse(name: str) -> tuple[str, ...]:
+    return (beside(name, "weight_scale"),) if name.rpartition(".")[2] == "compressed" else ()
 
 
 def _packed_warning(checkpoint: Checkpoint, quantization: Quantization) -> tuple[str, ...]:

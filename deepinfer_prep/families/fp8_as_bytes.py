@@ -27,10 +27,13 @@ _MOST_NAMES = 5
 def layout(checkpoint: Checkpoint, quantization: Quantization) -> Layout | None:
     """Recognise weights in U8 or I8 that have a scale and that the config calls fp8; they are refused."""
     has_fp8 = bool(fp8_names(checkpoint))
+    # Bytes beside an fp8 tensor are something else of its module, such as the bitmask of a sparse weight.
+    modules = {name.rpartition(".")[0] for name in fp8_names(checkpoint)}
     names = [
         name
         for name, tensor in checkpoint.tensors.items()
         if tensor.dtype in _BYTES and len(tensor.shape) >= 2 and quantization.is_fp8(name)
+        if "." not in name or name.rpartition(".")[0] not in modules
         if any(_is_fp8(quantization, tensor, scale, has_fp8) for scale in _scales(checkpoint, name))
     ]
     if not names:

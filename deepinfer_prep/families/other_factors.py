@@ -65,7 +65,11 @@ def _parts(
         if weight.element == "e4m3":
             stems[_stem(weight.weight)] = weight
     for name, tensor in checkpoint.tensors.items():
-        if name in claimed or tensor.dtype == FP8_DTYPE or not _LOOKS_LIKE_A_PART.search(name):
+        if name in claimed or not _LOOKS_LIKE_A_PART.search(name):
+            continue
+        # An fp8 tensor is a weight or has no scale, unless its name says what it is: older llm-compressors write zero
+        # points in the weight's own dtype.
+        if tensor.dtype == FP8_DTYPE and not _ZERO_POINT.search(name.rpartition(".")[2]):
             continue
         found = next((stems[stem] for stem in _stems_of(name) if stem in stems), None)
         if found is not None:

@@ -13,7 +13,7 @@ from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.planning.plan import OutputFile, Plan
-from deepinfer_prep.quantized import DTYPES, FLOAT_DTYPES, DtypeKind, element_bytes
+from deepinfer_prep.quantized import DTYPES, FLOAT_DTYPES, FP8_DTYPE, DtypeKind, element_bytes
 from deepinfer_prep.writing.output_bytes import describe_element, tensor_at
 
 _Values = npt.NDArray[np.float64]
@@ -160,7 +160,7 @@ def find_nonzero(plan: Plan) -> Iterator[str]:
     with closing(Readers()) as readers:
         for name in plan.zero_points:
             dtype = plan.checkpoint.tensors[name].dtype
-            if DTYPES[dtype].kind not in (DtypeKind.FLOAT, DtypeKind.INTEGER):
+            if dtype != FP8_DTYPE and DTYPES[dtype].kind not in (DtypeKind.FLOAT, DtypeKind.INTEGER):
                 yield f"{plan.checkpoint.where(name)}: a zero point of dtype {dtype} cannot be read as numbers."
             elif not _is_zero(plan, name, readers):
                 yield (
@@ -176,6 +176,8 @@ def _is_zero(plan: Plan, name: str, readers: Readers) -> bool:
     for start in range(tensor.start, tensor.end, _MOST_AT_ONCE):
         content = np.empty(min(_MOST_AT_ONCE, tensor.end - start), np.uint8)
         reader.read_into(content.data, shard.header.data_start + start)
+        if tensor.dtype == FP8_DTYPE:
+            content &= 0x7F  # The sign of a zero says nothing.
         values = fp8.widen(content, tensor.dtype) if tensor.dtype in FLOAT_DTYPES else content
         if values.any():
             return False

@@ -14,6 +14,7 @@ from deepinfer_prep.cli.main import main
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.planning.plan import Operation, Plan, plan_conversion
 from tests.families.raw import read_file
+from tests.raises import raises_code
 from tests.small_files import ONE_F32, WEIGHT, Tensor, write_config, write_file
 
 F32: Tensor = ("F32", (), ONE_F32)
@@ -136,6 +137,46 @@ NOT_FP8: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
         {"quant_method": "fp8"},
     ),
 }
+
+
+NOT_FP8["the bitmask of a sparse weight"] = (
+    {"l.compressed": ("F8_E4M3", (64, 32), 0x7E), "l.bitmask": ("U8", (64, 8), 0x0F), "l.weight_scale": F32},
+    {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"g": {"weights": {"type": "float", "num_bits": 8, "strategy": "tensor"}}},
+    },
+)
+
+
+def test_the_values_of_a_sparse_weight_are_halved_and_its_bitmask_is_copied(tmp_path: Path) -> None:
+    tensors, config = NOT_FP8["the bitmask of a sparse weight"]
+    plan = plan_of(tmp_path / "source", tensors, **config)
+    (weight,) = plan.weights
+    assert (weight.quantized.weight, weight.quantized.scale) == ("l.compressed", "l.weight_scale")
+    result = convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    assert result.kernel_scales == {
+        "a sparse weight holds only the values that are not zero, which no kernel here takes": 1
+    }
+    found = read_file(tmp_path / "out" / "model.safetensors")
+    assert found["l.bitmask"].data == b"\x0f" * 512
+    assert found["l.compressed"].data == b"\x76" * 2048
+
+
+@pytest.mark.parametrize(("code", "is_zero"), [(0x00, True), (0x80, True), (0x01, False), (0x7F, False)])
+def test_a_zero_point_in_fp8_has_to_be_zero_like_any_other(tmp_path: Path, code: int, is_zero: bool) -> None:
+    """Older llm-compressors write it in the weight's dtype; it is no weight without a scale."""
+    point: Tensor = ("F8_E4M3", (64, 1), bytes(63) + bytes([code]))
+    plan = plan_of(tmp_path / "source", {**PAIR, "l.weight_zero_point": point})
+    assert plan.refusals == ()
+    assert plan.unscaled == ()
+    if not is_zero:
+        with raises_code("bad-value"):
+            convert_checkpoint(tmp_path / "source", tmp_path / "out")
+        return
+    convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    assert verify_checkpoint(tmp_path / "out", source=tmp_path / "source").ok
+    found = read_file(tmp_path / "out" / "model.safetensors")
+    assert found["l.weight_zero_point"].data == point[2]
 
 
 @pytest.mark.parametrize("case", NOT_FP8)

@@ -113,6 +113,16 @@ def test_few_file_descriptors_are_enough_for_many_files(tmp_path: Path) -> None:
     }
 
 
+def test_more_shards_than_descriptors_are_converted(tmp_path: Path) -> None:
+    for number in range(120):
+        name = f"model-{number + 1:05}-of-00120.safetensors"
+        write_file(tmp_path / "source" / name, {f"l{number}.weight": WEIGHT, f"l{number}.scale": SCALE})
+    arguments = ("convert", tmp_path / "source", tmp_path / "out", "--quiet", "--workers", "8")
+    ended = run_limited(arguments, (resource.RLIMIT_NOFILE, 64))
+    assert ended.returncode == 0, ended.stderr
+    assert verify_checkpoint(tmp_path / "out", source=tmp_path / "source").ok
+
+
 MEASURED = """
 import sys
 import deepinfer_prep.cli
