@@ -164,9 +164,10 @@ def verdicts(runs: dict[str, list[Run]]) -> Iterator[str]:
         if runs.get(way) and runs.get(other):
             found = ratio(runs[way], runs[other])
             yield f"{_mark(found <= 1)} {way!r} no slower than {other!r}: {found:.2f} of its time"
-    if ours and runs.get("ours, digests"):
-        slower = ratio(runs["ours, digests"], ours)
-        yield f"{_mark(slower <= 1.15)} 'ours, digests' at most 1.15 times 'ours': {slower:.2f} of its time"
+    for way in ("ours", "ours, pread"):
+        if runs.get(way) and runs.get(f"{way}, digests"):
+            slower = ratio(runs[f"{way}, digests"], runs[way])
+            yield f"{_mark(slower <= 1.15)} '{way}, digests' at most 1.15 times {way!r}: {slower:.2f} of its time"
     if ours and runs.get("load + take"):
         faster = ratio(runs["load + take"], ours)
         yield f"{_mark(faster >= 8)} 'ours' at least 8 times faster than 'load + take': {faster:.1f} times"

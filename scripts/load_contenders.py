@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -92,10 +92,13 @@ def _ours_pread(output: Path, source: Path, model: nn.Module) -> list[torch.Tens
     return _held(model)
 
 
-def _ours_digests(output: Path, source: Path, model: nn.Module) -> list[torch.Tensor]:
-    with PreparedCheckpoint(output, verify="digests") as checkpoint:
-        load_weights(model, checkpoint, progress=False)
-    return _held(model)
+def _ours_digests(access: Literal["mmap", "pread"]) -> Callable[[Path, Path, nn.Module], list[torch.Tensor]]:
+    def load(output: Path, source: Path, model: nn.Module) -> list[torch.Tensor]:
+        with PreparedCheckpoint(output, access=access, verify="digests") as checkpoint:
+            load_weights(model, checkpoint, progress=False)
+        return _held(model)
+
+    return load
 
 
 def _ours_tensors(output: Path, source: Path, nothing: None) -> list[torch.Tensor]:
@@ -201,9 +204,10 @@ def contenders() -> Iterator[Contender]:
     on_meta, in_memory = _model_on("meta"), _model_on("cpu")
     yield Contender("load_file", "safetensors load_file of the prepared shards, nothing else", _nothing, _load_file)
     yield Contender("ours", "load_weights into a model on meta, everything attached", on_meta, _ours)
-    yield Contender("ours, digests", "the same with verify='digests'", on_meta, _ours_digests)
+    yield Contender("ours, digests", "the same with verify='digests'", on_meta, _ours_digests("mmap"))
     yield Contender("ours, tensors", "PreparedCheckpoint.read_all of every tensor", _nothing, _ours_tensors)
     yield Contender("ours, pread", "load_weights into a model on meta, access='pread'", on_meta, _ours_pread)
+    yield Contender("ours, pread, digests", "the same with verify='digests'", on_meta, _ours_digests("pread"))
     yield Contender(
         "load_file, assign", "load_file, then load_state_dict(assign=True) on meta", on_meta, _load_file_assign
     )

@@ -38,14 +38,6 @@ class BandedLayout:
         """The bytes of a part; None where they have to be split first."""
         return self._as_rows.runs(bounds) if self._has_all_columns(bounds) else None
 
-    def extent(self, bounds: Bounds) -> tuple[int, int]:
-        """Where the first byte of all bands that a part touches lies and where the last one ends."""
-        touched = list(self.slices(bounds))
-        if not touched:
-            return self.start, self.start
-        (_, first, _), (_, last, one) = touched[0], touched[-1]
-        return first, last + one.length
-
     def pieces(self, bounds: Bounds, limit: int) -> Iterator[tuple[ByteRuns, Bounds]]:
         """Cut a part of whole bands into pieces of at most `limit` bytes (or one row), in the file's order.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepinfer_prep.runtime.loading.slices import Bounds
 
@@ -40,6 +40,11 @@ class ByteRuns:
         """
         return self.run < PAGE_BYTES and self.stride - self.run < _WORTHWHILE_GAP_BYTES
 
+    def split(self, count: int) -> tuple[ByteRuns, ByteRuns]:
+        """The first `count` runs and the rest."""
+        rest = self.start + count * self.stride
+        return replace(self, count=count), replace(self, start=rest, count=self.count - count)
+
     @property
     def bytes_to_read(self) -> int:
         """Bytes that are read to get the wanted ones."""
@@ -71,15 +76,6 @@ class FileLayout:
                 return None
             stride *= size
         return ByteRuns(start, run, count, distance or run)
-
-    def extent(self, bounds: Bounds) -> tuple[int, int]:
-        """Where the first byte of a part lies and where its last one ends."""
-        first = last = self.start
-        stride = self.item_bytes
-        for (low, high), size in zip(reversed(bounds), reversed(self.shape), strict=True):
-            first, last = first + low * stride, last + (high - 1) * stride
-            stride *= size
-        return first, last + self.item_bytes
 
     def pieces(self, bounds: Bounds, limit: int) -> Iterator[tuple[ByteRuns, Bounds]]:
         """Cut a part into pieces for which at most `limit` bytes (or one element) are read, in the file's order."""

@@ -9,9 +9,8 @@ import difflib
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, get_args
@@ -19,6 +18,7 @@ from typing import Literal, get_args
 import torch
 
 import deepinfer_prep
+from deepinfer_prep import fp8
 from deepinfer_prep.errors import CheckpointError
 from deepinfer_prep.files.storage import Place, StoredPlace
 from deepinfer_prep.manifest import Manifest, WeightRecord
@@ -32,7 +32,7 @@ from deepinfer_prep.runtime.loading.remote_file import RemoteTensorFile
 from deepinfer_prep.runtime.loading.requests import Batch, Request
 from deepinfer_prep.runtime.loading.slices import WHOLE, Grid, Slice, axis_of, in_step, share, unit_of
 from deepinfer_prep.runtime.loading.tensor_file import TensorFile
-from deepinfer_prep.runtime.loading.transfers import SCRATCH_BYTES
+from deepinfer_prep.runtime.loading.transfers import SCRATCH_BYTES, Step
 from deepinfer_prep.runtime.loading.verification import Verifier, Verify
 from deepinfer_prep.workers import run_parallel
 
@@ -212,14 +212,10 @@ class PreparedCheckpoint:
         """
         batch = Batch(self._files, torch.device(device), mapped=self.access == "mmap")
         results = [batch.add(self._stored(request), request.part, request.out) for request in requests]
-        checks = self._verifier.steps(batch.extents()) if self._verifier is not None else ()
-        steps = run_parallel(
-            chain(checks, batch.transfers()),
-            lambda step, scratch: (step.nbytes, step.run(scratch)),
-            self.workers,
-            SCRATCH_BYTES,
-        )
-        for wanted, read in steps:
+        steps: Iterable[Step] = batch.transfers()
+        if self._verifier is not None:
+            steps = self._verifier.steps(batch.transfers())
+        for wanted, read in run_parallel(steps, _carry_out, self.workers, SCRATCH_BYTES):
             with self._lock:
                 self._bytes_read += read
             if progress is not None:
@@ -320,6 +316,11 @@ class PreparedCheckpoint:
         shape, where = self.tensor(name).shape, self._where(name)
         grids = (self._scale_grid(record), self._kernel_grid(record))
         return math.lcm(*(unit_of(axis, shape, grid, where) for grid in grids if grid is not None))
+
+
+def _carry_out(step: Step, scratch: fp8.U8) -> tuple[int, int]:
+    """Bytes that were asked for, and bytes read."""
+    return step.nbytes, step.run(scratch)
 
 
 def _open_files(folder: Place, manifest: Manifest) -> dict[str, TensorFile | RemoteTensorFile]:

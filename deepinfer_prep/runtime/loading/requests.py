@@ -91,13 +91,6 @@ class Batch:
             self._restored.setdefault(tensor.file, []).append(fill)
         return out
 
-    def extents(self) -> Iterator[tuple[str, int, int]]:
-        """File, first byte and end of everything that is read."""
-        for name in self._files:
-            yield from ((name, start, end) for start, end in self._views.get(name, ()))
-            fills = (*self._fills.get(name, ()), *self._restored.get(name, ()))
-            yield from ((name, *fill.layout.extent(fill.bounds)) for fill in fills)
-
     def transfers(self) -> Iterator[Transfer]:
         """All steps, in the order of the files."""
         for name, file in self._files.items():

@@ -59,6 +59,11 @@ class TensorFile:
         with self._opened() as reader:
             reader.read_scattered(buffers, offset)
 
+    def will_need(self, start: int, end: int) -> None:
+        """Say that some bytes are read soon, so that the kernel fetches them meanwhile; only advice."""
+        with self._opened() as reader:
+            reader.will_need(start, end - start)
+
     def view(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor over the file's own pages, with no byte read yet.
 

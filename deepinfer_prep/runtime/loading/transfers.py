@@ -29,7 +29,7 @@ SCRATCH_BYTES = 2 * LIMIT_BYTES
 """What a thread needs besides: one step's bytes, and the same again where gaps are read with them."""
 
 
-class Transfer(Protocol):
+class Step(Protocol):
     """One step; `nbytes` are the bytes that were asked for."""
 
     @property
@@ -37,6 +37,19 @@ class Transfer(Protocol):
 
     def run(self, scratch: fp8.U8) -> int:
         """Carry it out, with `SCRATCH_BYTES` of memory to use, and return how many bytes were read."""
+
+
+class Transfer(Step, Protocol):
+    """A step that delivers bytes between `start` and `end` of a file."""
+
+    @property
+    def file(self) -> TensorFile | RemoteTensorFile: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +80,31 @@ class Scatter:
     def nbytes(self) -> int:
         return sum(len(buffer) for buffer in self.buffers)
 
+    @property
+    def end(self) -> int:
+        return self.start + self.nbytes
+
     def run(self, scratch: fp8.U8) -> int:
         self.file.read_scattered([buffer.data for buffer in self.buffers], self.start)
         return self.nbytes
+
+    @property
+    def last_start(self) -> int:
+        """The last byte at which it can be split."""
+        return self.end - 1
+
+    def split(self, edge: int) -> tuple[Scatter, Scatter]:
+        """The steps before and from a byte between `start` and `end`."""
+        before, after, position = [], [], self.start
+        for buffer in self.buffers:
+            cut = min(max(edge - position, 0), len(buffer))
+            before.append(buffer[:cut])
+            after.append(buffer[cut:])
+            position += len(buffer)
+        return (
+            Scatter(self.file, self.start, tuple(buffer for buffer in before if buffer.size)),
+            Scatter(self.file, edge, tuple(buffer for buffer in after if buffer.size)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +116,32 @@ class Gather:
     out: fp8.U8
 
     @property
+    def start(self) -> int:
+        return self.runs.start
+
+    @property
+    def end(self) -> int:
+        return self.runs.start + self.runs.span
+
+    @property
     def nbytes(self) -> int:
         return self.runs.nbytes
 
     def run(self, scratch: fp8.U8) -> int:
         return self.file.read_runs(self.runs, self.out, scratch)
+
+    @property
+    def last_start(self) -> int:
+        """The last byte at which it can be split."""
+        return self.runs.start + (self.runs.count - 1) * self.runs.stride
+
+    def split(self, edge: int) -> tuple[Gather, Gather]:
+        """The steps with the runs that begin before a byte and with the others; both have some."""
+        before, after = self.runs.split(-(-(edge - self.start) // self.runs.stride))
+        return (
+            Gather(self.file, before, self.out[: before.nbytes]),
+            Gather(self.file, after, self.out[before.nbytes :]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +151,14 @@ class Stage:
     file: TensorFile | RemoteTensorFile
     runs: ByteRuns
     out: torch.Tensor
+
+    @property
+    def start(self) -> int:
+        return self.runs.start
+
+    @property
+    def end(self) -> int:
+        return self.runs.start + self.runs.span
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +185,10 @@ class Restore:
     element: Element
     out: torch.Tensor
     """[rows, columns in bytes]"""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.band_rows * self.out.shape[-1]
 
     @property
     def nbytes(self) -> int:

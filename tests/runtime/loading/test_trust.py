@@ -16,7 +16,7 @@ from deepinfer_prep.errors import CheckpointError, ManifestError
 from deepinfer_prep.files import segments
 from deepinfer_prep.files.digests import SegmentDigests
 from deepinfer_prep.runtime.load import load_weights, weights_iterator
-from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint
+from deepinfer_prep.runtime.loading.checkpoint import PreparedCheckpoint, Request
 from deepinfer_prep.runtime.loading.slices import Slice
 from tests.runtime import prepared
 from tests.runtime.models import Holder
@@ -167,6 +167,44 @@ def test_each_segment_is_checked_once_and_only_where_something_of_it_is_read(cop
         assert opened.bytes_read - size <= 8192
         with pytest.raises(CheckpointError, match=r"'a\.weight'"):
             opened.read("a.weight", Slice(rows=(0, 1)))
+
+
+@pytest.mark.parametrize("access", ["mmap", "pread"])
+def test_what_was_found_wrong_once_is_found_wrong_again(copy: Path, access: Any) -> None:
+    poke(copy, "a.weight", 0)
+    with PreparedCheckpoint(copy, access=access, verify="digests") as opened:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"'a\.weight'"):
+                opened.read("a.weight")
+
+
+def test_reading_into_memory_reads_each_byte_once(copy: Path) -> None:
+    with PreparedCheckpoint(copy, access="pread", verify="digests") as opened:
+        opened.read_all([Request(name) for name in opened.names])
+        assert opened.bytes_read == (copy / SHARD).stat().st_size
+
+
+PARTS = [
+    Slice(rows=(3, 125)),
+    Slice(columns=(8, 40)),
+    Slice(rows=(60, 70), columns=(0, 32)),
+    Slice(rows=(0, 1)),
+]
+
+
+@pytest.mark.parametrize("access", ["mmap", "pread"])
+def test_checked_parts_hold_the_bytes_of_unchecked_ones(copy: Path, access: Any) -> None:
+    wanted = [(name, part) for name in ("a.weight", "b.weight") for part in PARTS]
+    with PreparedCheckpoint(copy) as plain, PreparedCheckpoint(copy, access=access, verify="digests") as checked:
+        requests = []
+        for name, part in wanted:
+            columns, rows = plain.read(name, part).T.shape
+            strided = torch.empty(columns, rows, dtype=torch.float8_e4m3fn).T
+            requests += [Request(name, part), Request(name, part, strided)]
+        found = checked.read_all(requests)
+        for request, tensor in zip(requests, found, strict=True):
+            expected = plain.read(request.name, request.part)
+            assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_a_file_that_is_cut_while_it_is_checked_is_an_error(copy: Path) -> None:
