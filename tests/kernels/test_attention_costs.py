@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(ON_SIMULATOR, reason="AWS's simulator keeps no r
 def test_gathered_attention_stays_near_the_memory_floor_in_both_columns(tokens: int) -> None:
     model = compressed_model(tokens)
     assert model.ratio <= 1.8, model.cell()
-    assert model.pessimistic_ratio <= 1.8, model.cell()
+    assert model.pessimistic_ratio <= 1.9, model.cell()
 
 
 def test_the_length_of_the_context_changes_nothing() -> None:

@@ -84,6 +84,7 @@ def test_every_body_has_one_checksum_and_is_not_hashed_for_its_signature(
     assert all(bool(request.headers["crc64"]) != bool(request.headers["md5"]) for request in sent)
 
 
+@pytest.mark.usefixtures("small_segments")
 def test_every_upload_is_complete_before_the_first_is_published_and_the_manifest_is_last(
     server: S3Server, source: Path
 ) -> None:

@@ -72,8 +72,8 @@ def test_lone_scales_of_experts_are_stacked(tmp_path: Path) -> None:
     tensors: dict[str, prepared.Tensor] = {}
     for expert in range(3):
         tensors[f"e.{expert}.weight"] = prepared.fp8((32, 64), expert)
-        tensors[f"e.{expert}.weight_scale"] = ("F32", (), torch.tensor(2.0**expert).numpy().tobytes())
+        tensors[f"e.{expert}.weight_scale"] = ("F32", (), torch.tensor(2.0**-expert).numpy().tobytes())
     output = prepared.prepare(tmp_path, tensors)
     model = Holder(w=torch.zeros(3, 32, 64, dtype=E4M3))
     load_weights(model, output, rename=lambda name: Target("w", int(name[2])) if name.endswith("weight") else None)
-    assert torch.equal(attribute(model.w, "sf"), torch.tensor([2.0, 4, 8]).reshape(3, 1, 1))
+    assert torch.equal(attribute(model.w, "sf"), torch.tensor([2.0, 1, 0.5]).reshape(3, 1, 1))
