@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from deepinfer_prep.errors import LegalizationError
-from deepinfer_prep.runtime.backend.node_values import logical_value, map_tensors, operation_name, refuse
+from deepinfer_prep.runtime.backend.node_values import logical_value, map_tensors, operation_name, refuse, whole_tensor
 from deepinfer_prep.runtime.backend.scope import Scope
 
 
@@ -37,6 +37,7 @@ class Emitter:
     def bind(self, value: Any, carriers: Any) -> None:
         """Let nodes stand for a fake value; a tensor that is known already keeps its node."""
         if isinstance(value, Tensor):
+            value = whole_tensor(value)
             if id(value) not in self._nodes:
                 self._nodes[id(value)] = carriers
                 self._kept_alive.append(value)
@@ -46,6 +47,7 @@ class Emitter:
 
     def node_of(self, tensor: Tensor) -> Node:
         """The new node that stands for a tensor of the replay."""
+        tensor = whole_tensor(tensor)
         known = self._nodes.get(id(tensor))
         if known is not None:
             return known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,7 @@ from deepinfer_prep.runtime.backend.rewriter import Rewriter
 from deepinfer_prep.runtime.backend.scope import Scope
 from deepinfer_prep.runtime.backend.storage.layout import as_bytes
 from deepinfer_prep.runtime.backend.subgraphs import attribute, graph_modules, operand_subgraphs
+from deepinfer_prep.runtime.backend.vmap_regions import regions, rewrite_region
 
 _KNOWN_ROOTS = frozenset({"torch", "_operator", "operator", "builtins", "math"})
 
@@ -43,9 +45,13 @@ def modules_with_fp8(module: GraphModule) -> set[int]:
 
 def legalize(scope: Scope, with_fp8: set[int]) -> None:
     """Rewrite the nodes of one graph. Sub-graphs are left to scopes of their own."""
-    for node in scope.old_nodes:
-        with scope.graph.inserting_before(node):
-            _visit(scope, node, with_fp8)
+    for region in regions(scope.old_nodes):
+        if len(region) > 1 and any(_involves_fp8(scope.module, node) for node in region):
+            rewrite_region(scope, region, partial(_visit_attribute, scope))
+            continue
+        for node in region:
+            with scope.graph.inserting_before(node):
+                _visit(scope, node, with_fp8)
 
 
 def _visit(scope: Scope, node: Node, with_fp8: set[int]) -> None:

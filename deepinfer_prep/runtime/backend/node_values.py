@@ -76,6 +76,13 @@ def logical_value(node: Node) -> Any:
     return node.meta.get("example_value")
 
 
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The tensor that a tensor inside torch.vmap is an element of; any other tensor itself."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def target_name(target: object) -> str:
     """A target as the user would write it: `torch.cat`, `torch.ops.aten.cat.default`, `sum`."""
     if isinstance(target, str):

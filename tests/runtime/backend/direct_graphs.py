@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._functorch import predispatch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils import _pytree as pytree
@@ -64,6 +65,22 @@ class TracedTorch:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
+
+    def vmap(self, function: Callable[..., Traced]) -> Callable[..., Traced]:
+        """torch.vmap over the first dimension, with the nodes that Dynamo makes of it."""
+
+        def run(*batches: Traced) -> Traced:
+            size = batches[0].shape[0]
+            level = self._tracer.call("call_function", predispatch._vmap_increment_nesting, (size, "error"), {})._value
+            elements = [
+                self._tracer.call("call_function", predispatch._add_batch_dim, (x, 0, level), {}) for x in batches
+            ]
+            ends = (function(*elements), level, size, 0)
+            result: Traced = self._tracer.call("call_function", predispatch._remove_batch_dim, ends, {})
+            self._tracer.call("call_function", predispatch._vmap_decrement_nesting, (), {})
+            return result
+
+        return run
 
     def __getattr__(self, name: str) -> Any:
         held = getattr(torch, name)

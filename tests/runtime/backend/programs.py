@@ -143,6 +143,12 @@ STATEMENTS: tuple[tuple[str, str], ...] = (
     (FP8, "torch._scaled_mm(weight.bool().to({x}.dtype), {x}.t(), scale_a=one, scale_b=one, out_dtype={x}.dtype)"),
     (FP8, "{x}.bool().to({x}.dtype) @ {y}.t()"),
     (FP8, "{x} @ weight.t().bool().to({x}.dtype)"),
+    # vmap
+    (FP8, "torch.vmap(lambda row: row.clone())({x})"),
+    (FLOAT, "torch.vmap(lambda row: row.float() * 2)({x})"),
+    (FP8, "torch.vmap(lambda row: row" + _LIMIT + ".to(torch.float8_e4m3fn))({f})"),
+    (FP8, "torch.vmap(lambda a, b: torch.where(a == b, a, b.roll({i})))({x}, {y})"),
+    ("", "torch.vmap(lambda a, b: a.copy_(b))({x}, {y})"),
     # writes
     ("", "{x}[{i}:] = {y}[:1]"),
     ("", "{x}[{i}] = {f}[0]"),

@@ -425,6 +425,10 @@ class TestScaledProduct:
         check(program, lambda: (values(6, 64).round().clamp(-4, 4).to(F8), values(9, 64).sign().to(F8)))
         check(program, lambda: (fp8(16, 96, seed=1, scale=0.5), fp8(24, 96, seed=2, scale=0.5)))
 
+    def test_a_product_of_fp8_matrices_has_no_negative_zero_of_a_sum(self) -> None:
+        column, row = torch.tensor([[0.0], [1.0]]).to(F8), torch.tensor([[-6.0, 0.0]]).to(F8)
+        check(lambda a, b: a @ b, lambda: (column.clone(), row.clone()))
+
 
 class TestExportedPrograms:
     class Model(torch.nn.Module):

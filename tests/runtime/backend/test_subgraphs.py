@@ -125,20 +125,6 @@ def test_flex_attention_beside_fp8_is_let_alone() -> None:
     torch.testing.assert_close(compiled, program(q, k, scale))
 
 
-def test_vmap_over_fp8_is_refused() -> None:
-    error = refusal(lambda x: torch.vmap(lambda row: row.float().sum())(x), fp8(4, 8))
-    assert "torch.vmap" in str(error)
-    assert "lambda row: row.float().sum()" in error.where
-
-
-def test_vmap_over_bytes() -> None:
-    def program(x: Tensor) -> Tensor:
-        rows = torch.vmap(lambda row: row.flip(0))(x.view(torch.uint8))
-        return rows.view(F8).float()
-
-    check(program, lambda: (fp8(4, 8),))
-
-
 @pytest.mark.skipif(not SATURATES, reason="this torch makes NaN of values beyond 464")
 def test_saturation_inside_a_sub_graph() -> None:
     def program(choose: Tensor, x: Tensor) -> Tensor:

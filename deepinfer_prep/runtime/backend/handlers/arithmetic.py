@@ -88,7 +88,10 @@ def assert_metadata(emitter: Emitter, call: Call) -> None:
 
 
 def matmul(emitter: Emitter, call: Call) -> Any:
-    """A product of two fp8 matrices: summed in float32 and rounded once, as torch's CPU kernel does."""
+    """A product of two fp8 matrices: summed in float32 and rounded once, as torch's CPU kernel does.
+
+    That kernel starts its sums at 0, so that none is -0; a product in float32 need not.
+    """
     value = call.run()
     operands = (call.arguments["self"], call.arguments["mat2"])
     nodes = tuple(_in_float32(emitter, operand) for operand in operands)
@@ -97,6 +100,8 @@ def matmul(emitter: Emitter, call: Call) -> Any:
         raise emitter.refusal(f"it multiplies {operands[0].dtype} with {operands[1].dtype}", call.func)
     product = torch.empty_like(value, dtype=torch.float32)
     node = emitter.emit(call.func, nodes, {}, product)
+    is_zero = emitter.emit(torch.ops.aten.eq.Scalar, (node, 0.0), {}, torch.empty_like(value, dtype=torch.bool))
+    node = emitter.emit(torch.ops.aten.masked_fill.Scalar, (node, is_zero, 0.0), {}, product)
     emitter.bind(value, encoded(emitter, node, product, fmt))
     return value
 
