@@ -132,8 +132,7 @@ def _require_plain_tensors(node: Node) -> None:
         if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
             raise refuse(
                 node,
-                f"an fp8 value inside torch.vmap or another function transform ({type(leaf).__name__}); "
-                "convert it outside, or map over x.view(torch.uint8)",
+                f"an fp8 value inside a function transform ({type(leaf).__name__}); convert it outside of it",
             )
 
 
