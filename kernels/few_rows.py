@@ -102,22 +102,23 @@ def multiply_partial(
         tiles = group.tiles
         partitions = group.partitions
         blocks = per_tile * partitions // P
-        partial = psum_tile(pool, (rows, tiles, blocks, m), nl.float32)
+        partial = psum_tile(pool, (rows, tiles, m, blocks), nl.float32)
         for index in range(tiles):
             tile = group.first + index
             for plane in range(len(planes)):
                 nisa.nc_matmul(
                     dst=partial[:, index],
                     stationary=planes[plane][0:partitions, tile, :],
-                    moving=spread[0:partitions, tile * halves + plane // 2, plane % 2, 0:blocks, :],
+                    moving=spread[0:partitions, tile * halves + plane // 2, plane % 2, 0:blocks, :].permute((0, 2, 1)),
                     accumulate=plane > 0,
                 )
         first = group.first * per_tile
         columns = tiles * blocks
+        factors = scales[:, first : first + columns].reshape_dim(1, (tiles, blocks))
         nisa.tensor_tensor(
-            dst=scaled[:, :, first : first + columns],
-            data1=partial.reshape((rows, columns, m)).permute((0, 2, 1)),
-            data2=scales[:, first : first + columns].expand_dim(1).broadcast(1, m),
+            dst=scaled[:, :, first : first + columns].reshape_dim(2, (tiles, blocks)).permute((0, 2, 1, 3)),
+            data1=partial,
+            data2=factors.expand_dim(2).broadcast(2, m),
             op=nl.multiply,
         )
         charge_vector(clock, columns * m)
