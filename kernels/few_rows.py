@@ -112,17 +112,25 @@ def multiply_partial(
                     moving=spread[0:partitions, tile * halves + plane // 2, plane % 2, 0:blocks, :].permute((0, 2, 1)),
                     accumulate=plane > 0,
                 )
-        first = group.first * per_tile
-        columns = tiles * blocks
-        factors = scales[:, first : first + columns].reshape_dim(1, (tiles, blocks))
-        nisa.tensor_tensor(
-            dst=scaled[:, :, first : first + columns].reshape_dim(2, (tiles, blocks)).permute((0, 2, 1, 3)),
-            data1=partial,
-            data2=factors.expand_dim(2).broadcast(2, m),
-            op=nl.multiply,
-        )
-        charge_vector(clock, columns * m)
+        scale_partial(scaled, partial, scales, group.first * per_tile, clock)
     sum_blocks(pool, y, scaled, clock)
+
+
+def scale_partial(scaled: nl.ndarray, partial: nl.ndarray, scales: nl.ndarray, first: int, clock: EngineClock) -> None:
+    """scaled fp32 [rows, m, blocks of k] from block `first` on = partial sums times scales fp32 [rows, blocks of k].
+
+    partial: fp32 [rows, tiles, m, blocks of a tile] in PSUM.
+    """
+    _, tiles, m, blocks = partial.shape
+    columns = tiles * blocks
+    factors = scales[:, first : first + columns].reshape_dim(1, (tiles, blocks))
+    nisa.tensor_tensor(
+        dst=scaled[:, :, first : first + columns].reshape_dim(2, (tiles, blocks)).permute((0, 2, 1, 3)),
+        data1=partial,
+        data2=factors.expand_dim(2).broadcast(2, m),
+        op=nl.multiply,
+    )
+    charge_vector(clock, columns * m)
 
 
 def sum_blocks(pool: TilePool, y: nl.ndarray, scaled: nl.ndarray, clock: EngineClock) -> None:

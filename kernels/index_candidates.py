@@ -18,7 +18,7 @@ import nki.language as nl
 
 from .constants import CANDIDATE_BLOCK, MINUS_INFINITY_BITS
 from .hc_layout import token_tiles
-from .index_queries import Queries, load_queries
+from .index_queries import Queries, load_queries, weigh_heads
 from .records import Share, my_share
 from .tile_pool import P, TilePool, new_pool, psum_tile, sbuf_tile
 
@@ -162,16 +162,8 @@ def _weighted_sums(
         bank = psum_tile(pool, (size, CANDIDATE_BLOCK, heads), nl.float32)
         for member in range(CANDIDATE_BLOCK):
             nisa.nc_matmul(dst=bank[:, member, :], stationary=keys[:, member, :], moving=moving, accumulate=False)
-        products = sbuf_tile(pool, "products", (size, CANDIDATE_BLOCK, heads), nl.float32)
-        nisa.scalar_tensor_tensor(
-            dst=products,
-            data=bank,
-            op0=nl.maximum,
-            operand0=0.0,
-            op1=nl.multiply,
-            operand1=queries.weights[0:size, token : token + 1, :].broadcast(1, CANDIDATE_BLOCK),
-        )
-        nisa.tensor_reduce(dst=columns[:, group - span.first, :], op=nl.add, data=products, axis=2)
+        weights = queries.weights[0:size, token : token + 1, :].broadcast(1, CANDIDATE_BLOCK)
+        weigh_heads(pool, columns[:, group - span.first, :], bank, weights)
     return columns
 
 

@@ -42,6 +42,13 @@ def load_queries(
     return groups
 
 
+def weigh_heads(pool: TilePool, dst: nl.ndarray, bank: nl.ndarray, weights: nl.ndarray) -> None:
+    """dst fp32 [...] in SBUF = the sum over heads of weights [..., heads] * relu(bank [..., heads])."""
+    products = sbuf_tile(pool, "products", bank.shape, nl.float32)
+    nisa.scalar_tensor_tensor(dst=products, data=bank, op0=nl.maximum, operand0=0.0, op1=nl.multiply, operand1=weights)
+    nisa.tensor_reduce(dst=dst, op=nl.add, data=products, axis=len(bank.shape) - 1)
+
+
 def _transpose_queries(pool: TilePool, moving: nl.ndarray, rows: nl.ndarray) -> None:
     """moving bf16 [128, rows] in SBUF = rows bf16 [rows, 128] in HBM, transposed."""
     total = rows.shape[0]

@@ -18,7 +18,7 @@ import nki.language as nl
 
 from .constants import MINUS_INFINITY_BITS
 from .hc_layout import token_tiles
-from .index_queries import Queries, load_queries
+from .index_queries import Queries, load_queries, weigh_heads
 from .records import Share, my_share
 from .tile_pool import BANK_FP32, P, TilePool, new_pool, psum_tile, sbuf_tile
 
@@ -122,16 +122,9 @@ def _weighted_sums(pool: TilePool, keys: nl.ndarray, queries: Queries) -> nl.nda
                 moving=queries.moving,
                 accumulate=False,
             )
-        products = sbuf_tile(pool, "products", (rows, count, tokens, heads), nl.float32)
-        nisa.scalar_tensor_tensor(
-            dst=products,
-            data=bank,
-            op0=nl.maximum,
-            operand0=0.0,
-            op1=nl.multiply,
-            operand1=queries.weights[0:rows].expand_dim(1).broadcast(1, count),
-        )
-        nisa.tensor_reduce(dst=columns[:, first : first + count, :], op=nl.add, data=products, axis=3)
+        products = bank.reshape((rows, count, tokens, heads))
+        weights = queries.weights[0:rows].expand_dim(1).broadcast(1, count)
+        weigh_heads(pool, columns[:, first : first + count, :], products, weights)
     return columns
 
 

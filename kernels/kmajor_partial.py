@@ -7,8 +7,7 @@ of all blocks side by side; they are multiplied by the scales in fp32 and summed
 import nki.isa as nisa
 import nki.language as nl
 
-from .engine_balance import charge_vector
-from .few_rows import block_mask, sum_blocks
+from .few_rows import block_mask, scale_partial, sum_blocks
 from .kmajor import MIN_COLUMNS, planes_of, times_each
 from .records import ColumnSpan, EngineClock
 from .tile_pool import BANK_FP32, P, TilePool, psum_tile, sbuf_tile
@@ -80,14 +79,6 @@ def multiply_spans(
                         moving=spread[s][:, :, tile * halves + c // 2, :, c % 2].permute((0, 2, 1)),
                         accumulate=c > 0,
                     )
-            width = count * blocks
-            factors = scales[:, column : column + width].reshape_dim(1, (count, blocks))
-            nisa.tensor_tensor(
-                dst=scaled[:, :, column : column + width].reshape_dim(2, (count, blocks)).permute((0, 2, 1, 3)),
-                data1=partial,
-                data2=factors.expand_dim(2).broadcast(2, m),
-                op=nl.multiply,
-            )
-            charge_vector(clock, width * m)
-            column += width
+            scale_partial(scaled, partial, scales, column, clock)
+            column += count * blocks
     sum_blocks(pool, y, scaled, clock)

@@ -16,7 +16,7 @@ from typing import Any
 
 from deepinfer_prep.errors import CheckpointError, list_some
 from deepinfer_prep.files.completeness import check_complete, explain_no_shards, explain_no_source
-from deepinfer_prep.files.container import Header, TensorInfo, read_header
+from deepinfer_prep.files.container import Header, Location, TensorInfo, read_header
 from deepinfer_prep.files.source_files import OtherFile, check_is_text, check_link, exists, find_others
 from deepinfer_prep.files.storage import FileState, Place, open_reader
 from deepinfer_prep.files.untrusted import CONFIG, INDEX, JsonError, Limits, name_problem, read_object, shorten
@@ -64,6 +64,11 @@ class Checkpoint:
     def where(self, tensor: str) -> str:
         """A tensor with its file, for messages."""
         return f"{self.shards[self.shard_of[tensor]].path}: tensor {tensor!r}"
+
+    def location(self, tensor: str) -> Location:
+        """Where a tensor's bytes lie."""
+        shard = self.shards[self.shard_of[tensor]]
+        return Location(shard.path, shard.header.data_start, self.tensors[tensor])
 
 
 def open_checkpoint(path: Place, follow_links: bool = False) -> Checkpoint:
@@ -299,10 +304,10 @@ def read_small_tensor(checkpoint: Checkpoint, name: str) -> bytes:
     Raises:
         PrepError, OSError: its file cannot be read.
     """
-    shard, tensor = checkpoint.shards[checkpoint.shard_of[name]], checkpoint.tensors[name]
-    content = bytearray(tensor.nbytes if tensor.nbytes <= _MOST_TEXT_BYTES else 0)
-    with closing(open_reader(shard.path)) as file:
-        file.read_into(memoryview(content), shard.header.data_start + tensor.start)
+    location = checkpoint.location(name)
+    content = bytearray(location.tensor.nbytes if location.tensor.nbytes <= _MOST_TEXT_BYTES else 0)
+    with closing(open_reader(location.path)) as file:
+        file.read_into(memoryview(content), location.data_start + location.tensor.start)
     return bytes(content)
 
 

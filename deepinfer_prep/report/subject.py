@@ -90,11 +90,7 @@ def _read_checkpoint(path: Place, options: Options, follow_links: bool) -> Subje
     plan = plan_conversion(open_checkpoint(path, follow_links), options)
     inspection = summarise(plan, workers=1, chunk_size=0)
     checkpoint = plan.checkpoint
-    tensors = {
-        name: Location(shard.path, shard.header.data_start, tensor)
-        for name, tensor in checkpoint.tensors.items()
-        for shard in (checkpoint.shards[checkpoint.shard_of[name]],)
-    }
+    tensors = {name: checkpoint.location(name) for name in checkpoint.tensors}
     weights = tuple(
         Weight(
             weight.quantized.weight,

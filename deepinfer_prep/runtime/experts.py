@@ -60,8 +60,7 @@ def expert(
         PrepError: a weight is not prepared.
     """
     if expert_supported(x, gate, up, down):
-        name = "fp4_expert_kmajor" if hasattr(gate, KERNEL_ORDER) else "fp4_expert"
-        return _launched(name, x, (gate, up, down), weight, group)
+        return _launched(x, (gate, up, down), weight, group)
     hidden = norm.swiglu(gemm.linear_qdq(x, gate, group), gemm.linear_qdq(x, up, group), weight)
     return gemm.linear_qdq(hidden, down, group)
 
@@ -81,26 +80,25 @@ def expert_gated(
         PrepError: a weight is not prepared.
     """
     if expert_supported(x, gate, up, down):
-        name = "fp4_expert_kmajor_gated" if hasattr(gate, KERNEL_ORDER) else "fp4_expert_gated"
-        return _launched(name, x, (gate, up, down), weight, group, flag)
+        return _launched(x, (gate, up, down), weight, group, flag)
     y = expert(x, gate, up, down, weight, group)
     return torch.where(flag == 1, y, torch.zeros_like(y))
 
 
 def _launched(
-    name: str,
     x: torch.Tensor,
     weights: tuple[torch.Tensor, ...],
     weight: torch.Tensor | None,
     group: int | None,
     *flag: torch.Tensor,
 ) -> torch.Tensor:
-    """One launch for as many rows as a kernel takes."""
+    """One launch for as many rows as a kernel takes; the gated kernel where there is a flag."""
     operands = []
     for w in weights:
         pair = getattr(w, KERNEL_WEIGHT), getattr(w, KERNEL_SCALE)
         operands += [one if group is None else one[group] for one in pair]
     factors = x.new_ones(x.shape[0], dtype=torch.float32) if weight is None else weight.float()
-    launch = kernel_launch.kernel(name)
+    order = "_kmajor" if hasattr(weights[0], KERNEL_ORDER) else ""
+    launch = kernel_launch.kernel(f"fp4_expert{order}{'_gated' if flag else ''}")
     rows = zip(torch.split(x, M_MAX), torch.split(factors.unsqueeze(-1), M_MAX), strict=True)
     return torch.cat([launch(part.contiguous(), *operands, some.contiguous(), *flag) for part, some in rows])

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from deepinfer_prep import fp8
 from deepinfer_prep.errors import ConversionError
+from deepinfer_prep.files.container import read_stored
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.planning.plan import OutputFile, Plan
 from deepinfer_prep.quantized import DTYPES, FLOAT_DTYPES, FP8_DTYPE, DtypeKind, element_bytes
@@ -63,7 +64,7 @@ class ScaleJudge:
         """
         size = element_bytes(dtype)
         for start in range(0, len(doubled), _WINDOW_BYTES):
-            values = _halves(doubled[start : start + _WINDOW_BYTES], dtype)
+            values = read_values(doubled[start : start + _WINDOW_BYTES], dtype) / 2
             for index in self._first_of_tensors(file, offset + start, size, values):
                 position, value = offset + start + index * size, float(values[index])
                 if self._refuses and (value >= IMPLAUSIBLE or value < 0):
@@ -123,13 +124,6 @@ class ScaleJudge:
         )
 
 
-def _halves(doubled: fp8.U8, dtype: str) -> _Values:
-    """The values of scales before they were doubled."""
-    if dtype in FLOAT_DTYPES:
-        return np.asarray(fp8.widen(doubled, dtype).astype(np.float64) / 2)
-    return np.asarray(np.ldexp(1.0, doubled.astype(np.int32) - 128))
-
-
 def read_values(stored: fp8.U8, dtype: str) -> _Values:
     """The values of scales as they are stored: floats, or e8m0 exponents."""
     if dtype in FLOAT_DTYPES:
@@ -171,11 +165,10 @@ def find_nonzero(plan: Plan) -> Iterator[str]:
 
 
 def _is_zero(plan: Plan, name: str, readers: Readers) -> bool:
-    shard, tensor = plan.checkpoint.shards[plan.checkpoint.shard_of[name]], plan.checkpoint.tensors[name]
-    reader = readers.get(shard.path)
-    for start in range(tensor.start, tensor.end, _MOST_AT_ONCE):
-        content = np.empty(min(_MOST_AT_ONCE, tensor.end - start), np.uint8)
-        reader.read_into(content.data, shard.header.data_start + start)
+    location = plan.checkpoint.location(name)
+    tensor = location.tensor
+    for start in range(0, tensor.nbytes, _MOST_AT_ONCE):
+        content = read_stored(location, start, min(start + _MOST_AT_ONCE, tensor.nbytes), readers)
         if tensor.dtype == FP8_DTYPE:
             content &= 0x7F  # The sign of a zero says nothing.
         values = fp8.widen(content, tensor.dtype) if tensor.dtype in FLOAT_DTYPES else content

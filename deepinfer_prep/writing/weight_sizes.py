@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer_prep import fp8
+from deepinfer_prep.files.container import read_stored
 from deepinfer_prep.files.storage import Readers
 from deepinfer_prep.planning.plan import Plan
 from deepinfer_prep.quantized import element_bytes
@@ -67,13 +68,8 @@ def _weights_of(plan: Plan, scales: frozenset[str]) -> dict[str, str]:
 
 def _sample(plan: Plan, name: str, readers: Readers) -> fp8.U8:
     """Bytes of a tensor from its begin, its middle and its end, whole elements of it."""
-    shard, tensor = plan.checkpoint.shards[plan.checkpoint.shard_of[name]], plan.checkpoint.tensors[name]
-    size = min(_PIECE_BYTES, tensor.nbytes)
-    item, reader = element_bytes(tensor.dtype), readers.get(shard.path)
+    location = plan.checkpoint.location(name)
+    tensor = location.tensor
+    size, item = min(_PIECE_BYTES, tensor.nbytes), element_bytes(tensor.dtype)
     starts = {(tensor.nbytes - size) * piece // (_PIECES - 1) // item * item for piece in range(_PIECES)}
-    pieces = []
-    for start in sorted(starts):
-        content = np.empty(size, np.uint8)
-        reader.read_into(content.data, shard.header.data_start + tensor.start + start)
-        pieces.append(content)
-    return np.concatenate(pieces)
+    return np.concatenate([read_stored(location, start, start + size, readers) for start in sorted(starts)])

@@ -108,12 +108,11 @@ class Scatter:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
-    """Read pieces of rows into contiguous memory."""
+class _OfRuns:
+    """What is the same for all steps that read equal runs of bytes at equal distances."""
 
     file: TensorFile | RemoteTensorFile
     runs: ByteRuns
-    out: fp8.U8
 
     @property
     def start(self) -> int:
@@ -126,6 +125,13 @@ class Gather:
     @property
     def nbytes(self) -> int:
         return self.runs.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Gather(_OfRuns):
+    """Read pieces of rows into contiguous memory."""
+
+    out: fp8.U8
 
     def run(self, scratch: fp8.U8) -> int:
         return self.file.read_runs(self.runs, self.out, scratch)
@@ -145,24 +151,10 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(_OfRuns):
     """Read through host memory into a tensor on another device, or one that is not contiguous."""
 
-    file: TensorFile | RemoteTensorFile
-    runs: ByteRuns
     out: torch.Tensor
-
-    @property
-    def start(self) -> int:
-        return self.runs.start
-
-    @property
-    def end(self) -> int:
-        return self.runs.start + self.runs.span
-
-    @property
-    def nbytes(self) -> int:
-        return self.runs.nbytes
 
     def run(self, scratch: fp8.U8) -> int:
         staged, rest = scratch[: self.runs.nbytes], scratch[LIMIT_BYTES:]
