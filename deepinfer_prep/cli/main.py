@@ -1,16 +1,28 @@
-"""The commands and their options: each parses its arguments, calls one public function and prints the result."""
+"""The commands: each parses its arguments, calls one public function and prints the result."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from deepinfer_prep._version import __version__
+from deepinfer_prep.cli.arguments import (
+    PLACE,
+    examples,
+    with_chunk_size,
+    with_engine,
+    with_follow_links,
+    with_json,
+    with_plan_options,
+    with_quiet,
+    with_ray_address,
+    with_report,
+    with_strict,
+    with_workers,
+)
 from deepinfer_prep.cli.console import (
     EXIT_FAILED,
     check_report,
@@ -26,192 +38,9 @@ from deepinfer_prep.cli.printable import printable
 if TYPE_CHECKING:
     from deepinfer_prep.engines import EngineName
     from deepinfer_prep.files.storage import Place
-    from deepinfer_prep.options import ActivationScaleRule, ImplausibleRule, Options, UnscaledRule, WeightOrder
+    from deepinfer_prep.options import Options
 
-
-class _PlaceType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.4 on
-    """A path, or the URL of a store."""
-
-    name = "path"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The place that was written; errors end the command as those of the work do."""
-        from deepinfer_prep.remote.places import to_place
-
-        with reported_errors(as_json=False):
-            return to_place(value)
-
-
-_PLACE = _PlaceType()
-_MIN_CHUNK = 64 * 1024
 _RESUMABLE = "No incomplete output was published. Run the same command again to resume."
-
-
-def _parse_chunk(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    from deepinfer_prep.files.sizes import parse_size
-
-    try:
-        size = parse_size(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    if size < _MIN_CHUNK:
-        raise click.BadParameter(f"{value} is too small; 64KiB is the least")
-    return size
-
-
-def _examples(text: str) -> str:
-    """An epilog that keeps its line breaks."""
-    return "Examples:\n\n\b\n" + text
-
-
-_workers = click.option(
-    "--workers", type=click.IntRange(1, 256), help="Threads. Default: twice the processors, at most 8; 12 with a store."
-)
-_engine = click.option(
-    "--engine",
-    type=click.Choice(["threads", "ray"]),
-    default="threads",
-    show_default=True,
-    help="What computes: threads of this process, or the nodes of a Ray cluster (--workers: threads of each task).",
-)
-_ray_address = click.option(
-    "--ray-address",
-    metavar="HOST:PORT",
-    help="Head node of the Ray cluster. Default: RAY_ADDRESS, else the cluster that this machine is part of.",
-)
-_chunk_size = click.option(
-    "--chunk-size",
-    callback=_parse_chunk,
-    default="8MiB",
-    show_default=True,
-    help="Bytes that a thread holds at a time.",
-)
-_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-_quiet = click.option("--quiet", is_flag=True, help="No progress on stderr.")
-_report = click.option(
-    "--report", type=click.Path(path_type=Path, dir_okay=False), help="Also write the result as JSON to this file."
-)
-_follow_links = click.option(
-    "--follow-links",
-    is_flag=True,
-    help="Also take files of the checkpoint that are links out of its folder. Those of a hub cache need no option.",
-)
-_strict = click.option("--strict", is_flag=True, help="Refuse NaN codes in fp8 weights instead of keeping them.")
-
-
-def _parse_maps(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    from deepinfer_prep.families.user_map import parse_map
-
-    try:
-        for text in value:
-            parse_map(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    return value
-
-
-def _parse_blocks(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    from deepinfer_prep.families.user_map import parse_block
-
-    try:
-        for text in value:
-            parse_block(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    return value
-
-
-_PLAN_OPTIONS = (
-    click.option(
-        "--map",
-        "maps",
-        metavar="WEIGHT=SCALE",
-        multiple=True,
-        callback=_parse_maps,
-        help="Pair weights and scales by name patterns, before any rule of a family. * stands for any characters; the "
-        "n-th * of SCALE takes what the n-th * of WEIGHT matched: '*.weight=*.weight_qscale'. :e8m0 after SCALE says "
-        "that its U8 bytes are exponents. May be repeated.",
-    ),
-    click.option(
-        "--block",
-        "blocks",
-        metavar="WEIGHT=ROWSxCOLUMNS",
-        multiple=True,
-        callback=_parse_blocks,
-        help="State how many rows and columns of a weight one value of its scale covers, where no config does: "
-        "'*.down_proj.weight=128x128'. May be repeated.",
-    ),
-    click.option(
-        "--unscaled",
-        type=click.Choice(["refuse", "copy-if-safe"]),
-        default="refuse",
-        show_default=True,
-        help="What to do with fp8 tensors without a scale: copy-if-safe copies them if no code lies above 240.",
-    ),
-    click.option(
-        "--split",
-        metavar="PATTERN",
-        multiple=True,
-        help="Split more F32 matrices into bf16 halves: '*hc_head_fn'. May be repeated.",
-    ),
-    click.option(
-        "--activation-scales",
-        type=click.Choice(["keep", "double"]),
-        default="double",
-        show_default=True,
-        help="What to do with static scales of e4m3 activations and of an fp8 KV cache.",
-    ),
-    click.option(
-        "--implausible-scales",
-        type=click.Choice(["refuse", "accept"]),
-        default="refuse",
-        show_default=True,
-        help="What to do where scale x code gives weights of a size that no model has.",
-    ),
-    click.option(
-        "--layout",
-        type=click.Choice(["stored", "kernel"]),
-        default="stored",
-        show_default=True,
-        help="In which order to write the bytes of weights: as they are stored, which every loader of the original "
-        "reads, or as the GEMM kernels read them, which only this package's loader does.",
-    ),
-)
-
-
-def _plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that change what is planned; the command gets them as one `options`."""
-
-    @wraps(command)
-    def with_options(
-        *,
-        maps: tuple[str, ...],
-        blocks: tuple[str, ...],
-        unscaled: UnscaledRule,
-        split: tuple[str, ...],
-        activation_scales: ActivationScaleRule,
-        implausible_scales: ImplausibleRule,
-        layout: WeightOrder,
-        strict: bool = False,
-        **arguments: object,
-    ) -> None:
-        from deepinfer_prep.options import Options
-
-        options = Options(
-            strict=strict,
-            maps=maps,
-            blocks=blocks,
-            unscaled=unscaled,
-            split=split,
-            activation_scales=activation_scales,
-            implausible_scales=implausible_scales,
-            layout=layout,
-        )
-        command(options=options, **arguments)
-
-    for option in reversed(_PLAN_OPTIONS):
-        with_options = option(with_options)
-    return with_options
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -229,21 +58,21 @@ def main() -> None:
 
 @main.command(
     short_help="Say what is in a checkpoint and what convert would do.",
-    epilog=_examples(
+    epilog=examples(
         "  deepinfer-prep inspect DeepSeek-V4.1-Flash\n"
         "  deepinfer-prep inspect model.safetensors --scan\n"
         "  deepinfer-prep inspect Model-FP8 --map '*.weight=*.weight_qscale'\n"
         "  deepinfer-prep inspect DeepSeek-V4.1-Flash --json | jq .refusals"
     ),
 )
-@click.argument("checkpoint", type=_PLACE)
+@click.argument("checkpoint", type=PLACE)
 @click.option("--scan", is_flag=True, help="Also read the fp8 weights and count the codes that matter.")
-@_plan_options
-@_follow_links
-@_workers
-@_chunk_size
-@_json
-@_quiet
+@with_plan_options
+@with_follow_links
+@with_workers
+@with_chunk_size
+@with_json
+@with_quiet
 def inspect(
     checkpoint: Place,
     scan: bool,
@@ -257,8 +86,7 @@ def inspect(
     """Tell what is in CHECKPOINT, what convert would do, and what stands in the way.
 
     CHECKPOINT is a folder or one .safetensors file, here or at s3://bucket/prefix. Only headers are read,
-    unless --scan is given. The exit
-    status is 1 where convert would refuse.
+    unless --scan is given. The exit status is 1 where convert would refuse.
     """
     with reported_errors(as_json), progress_display(quiet) as progress:
         from deepinfer_prep.cli.render import inspection_text
@@ -280,7 +108,7 @@ def inspect(
 
 @main.command(
     short_help="Write the converted checkpoint.",
-    epilog=_examples(
+    epilog=examples(
         "  deepinfer-prep convert DeepSeek-V4.1-Flash DeepSeek-V4.1-Flash-neuron\n"
         "  deepinfer-prep convert DeepSeek-V4.1-Flash OUT --dry-run\n"
         "  deepinfer-prep convert DeepSeek-V4-Flash OUT --split '*hc_head_fn'\n"
@@ -289,20 +117,20 @@ def inspect(
         "  deepinfer-prep convert s3://models/V4.1 s3://models/V4.1-neuron --engine ray --ray-address head:6379"
     ),
 )
-@click.argument("checkpoint", type=_PLACE)
-@click.argument("out", type=_PLACE)
+@click.argument("checkpoint", type=PLACE)
+@click.argument("out", type=PLACE)
 @click.option("--dry-run", is_flag=True, help="Make every check and say what would be done; write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace the output, or the safetensors files, that OUT holds.")
-@_strict
-@_plan_options
-@_follow_links
-@_engine
-@_ray_address
-@_workers
-@_chunk_size
-@_report
-@_json
-@_quiet
+@with_strict
+@with_plan_options
+@with_follow_links
+@with_engine
+@with_ray_address
+@with_workers
+@with_chunk_size
+@with_report
+@with_json
+@with_quiet
 def convert(
     checkpoint: Place,
     out: Place,
@@ -374,22 +202,22 @@ def _dry_run(
 
 @main.command(
     short_help="Prove that an output is complete and correct.",
-    epilog=_examples(
+    epilog=examples(
         "  deepinfer-prep verify DeepSeek-V4.1-Flash-neuron\n"
         "  deepinfer-prep verify DeepSeek-V4.1-Flash-neuron --source DeepSeek-V4.1-Flash\n"
         "  deepinfer-prep verify /shared/V4.1-neuron --source /shared/V4.1 --engine ray"
     ),
 )
-@click.argument("out", type=_PLACE)
-@click.option("--source", type=_PLACE, help="The checkpoint it was converted from: recompute every byte.")
-@_follow_links
-@_engine
-@_ray_address
-@_workers
-@_chunk_size
-@_report
-@_json
-@_quiet
+@click.argument("out", type=PLACE)
+@click.option("--source", type=PLACE, help="The checkpoint it was converted from: recompute every byte.")
+@with_follow_links
+@with_engine
+@with_ray_address
+@with_workers
+@with_chunk_size
+@with_report
+@with_json
+@with_quiet
 def verify(
     out: Place,
     source: Place | None,
@@ -433,7 +261,7 @@ def _parse_page(ctx: click.Context, param: click.Parameter, value: Path | None) 
 
 @main.command(
     short_help="Show a checkpoint or an output as one HTML page.",
-    epilog=_examples(
+    epilog=examples(
         "  deepinfer-prep report DeepSeek-V4.1-Flash -o report.html\n"
         "  deepinfer-prep report DeepSeek-V4.1-Flash -o report.html --headers-only\n"
         "  deepinfer-prep report DeepSeek-V4.1-Flash -o report.html --tensor 'layers.7.*'\n"
@@ -442,7 +270,7 @@ def _parse_page(ctx: click.Context, param: click.Parameter, value: Path | None) 
         "  deepinfer-prep report DeepSeek-V4.1-Flash --json | jq .verdict"
     ),
 )
-@click.argument("path", type=_PLACE)
+@click.argument("path", type=PLACE)
 @click.option(
     "-o",
     "--output",
@@ -464,12 +292,12 @@ def _parse_page(ctx: click.Context, param: click.Parameter, value: Path | None) 
     type=click.Path(path_type=Path, dir_okay=False),
     help="For an output: what `verify --report FILE` wrote, so that the page says when it was verified.",
 )
-@_plan_options
-@_follow_links
-@_workers
-@_chunk_size
-@_json
-@_quiet
+@with_plan_options
+@with_follow_links
+@with_workers
+@with_chunk_size
+@with_json
+@with_quiet
 def report(
     path: Place,
     page: Path | None,
@@ -515,12 +343,12 @@ def report(
 
 @main.command(
     short_help="End an unfinished conversion and remove what it wrote.",
-    epilog=_examples(
+    epilog=examples(
         "  deepinfer-prep discard DeepSeek-V4.1-Flash-neuron\n  deepinfer-prep discard s3://bucket/DeepSeek-V4.1-neuron"
     ),
 )
-@click.argument("out", type=_PLACE)
-@_json
+@click.argument("out", type=PLACE)
+@with_json
 def discard(out: Place, as_json: bool) -> None:
     """End the unfinished conversion in OUT: its files are removed, and in an object store its uploads are aborted.
 
