@@ -18,6 +18,7 @@ from deepinfer_prep.errors import RefusedError, list_some
 from deepinfer_prep.files.checkpoint import open_checkpoint
 from deepinfer_prep.files.container import Location
 from deepinfer_prep.files.storage import FileState, Place, Readable, absolute
+from deepinfer_prep.inspect import Inspection, summarise
 from deepinfer_prep.manifest import Counts, FileRecord, Manifest, WeightRecord
 from deepinfer_prep.naming import SIDECAR_INDEX
 from deepinfer_prep.options import Options
@@ -106,12 +107,10 @@ def convert_checkpoint(
     target = open_target(output)
     plan = _plan(source, target, options or Options(), overwrite, follow_links)
     workers = workers or default_workers(source, output)
-    warnings = check_values(plan, workers, chunk_size, progress)
+    warnings = _check_contents(plan, workers, chunk_size, progress)
     if warn is not None:
         for warning in warnings:
             warn(warning)
-    if plan.options.strict:
-        _refuse_nan(plan, scan_codes(plan, workers, chunk_size, progress, ALL_FP8))
     with target.hold(_identity(plan), plan.files, overwrite) as run:
         manifest, resumed = run.resume_publication(workers, chunk_size, progress), plan.output_bytes
         if manifest is None:
@@ -120,20 +119,31 @@ def convert_checkpoint(
     return _result(plan, output, manifest, resumed, warnings + run.warnings, time.monotonic() - started)
 
 
-def plan_output(
+def rehearse_conversion(
     source: Place | str,
     output: Place | str,
     *,
     options: Options | None = None,
+    workers: int | None = None,
+    chunk_size: int = DEFAULT_CHUNK_BYTES,
     overwrite: bool = False,
     follow_links: bool = False,
-) -> Plan:
-    """Plan a conversion into a folder and make every check that headers and the file system allow.
+    progress: ProgressCallback | None = None,
+) -> Inspection:
+    """Make every check that `convert_checkpoint` makes before it writes, and write nothing.
+
+    Args: as those of `convert_checkpoint`.
+
+    Returns:
+        What would be done, with all that would be told of the values of scales.
 
     Raises:
-        RefusedError, ContainerError, CheckpointError: as `convert_checkpoint` would; nothing is written.
+        RefusedError, ContainerError, CheckpointError, ConversionError: as `convert_checkpoint` would.
     """
-    return _plan(to_place(source), open_target(to_place(output)), options or Options(), overwrite, follow_links)
+    source, target = to_place(source), open_target(to_place(output))
+    plan = _plan(source, target, options or Options(), overwrite, follow_links)
+    workers = workers or default_workers(source, target.place)
+    return summarise(plan, workers, chunk_size, told=_check_contents(plan, workers, chunk_size, progress))
 
 
 def discard_unfinished(output: Place | str) -> bool:
@@ -157,6 +167,19 @@ def _plan(source: Place, target: Target, options: Options, overwrite: bool, foll
     target.check_usable(_identity(plan), _names(plan), overwrite)
     target.check_space(plan.output_bytes + plan.sidecar_bytes)
     return plan
+
+
+def _check_contents(
+    plan: Plan,
+    workers: int,
+    chunk_size: int,
+    progress: ProgressCallback | None,
+) -> tuple[str, ...]:
+    """What is to be told of the data; data that stand in the way raise."""
+    warnings = check_values(plan, workers, chunk_size, progress)
+    if plan.options.strict:
+        _refuse_nan(plan, scan_codes(plan, workers, chunk_size, progress, ALL_FP8))
+    return warnings
 
 
 def _names(plan: Plan) -> list[str]:

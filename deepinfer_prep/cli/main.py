@@ -153,7 +153,7 @@ def convert(
     """
     check_report(report, as_json, checkpoint, out)
     if dry_run:
-        _dry_run(checkpoint, out, options, overwrite, follow_links, workers, chunk_size, report, as_json)
+        _dry_run(checkpoint, out, options, overwrite, follow_links, workers, chunk_size, report, as_json, quiet)
         return
     with reported_errors(as_json, _RESUMABLE), progress_display(quiet) as progress:
         from deepinfer_prep.cli.render import conversion_text
@@ -186,15 +186,22 @@ def _dry_run(
     chunk_size: int,
     report: Path | None,
     as_json: bool,
+    quiet: bool,
 ) -> None:
-    with reported_errors(as_json):
+    with reported_errors(as_json), progress_display(quiet) as progress:
         from deepinfer_prep.cli.render import inspection_text
-        from deepinfer_prep.convert import plan_output
-        from deepinfer_prep.inspect import summarise
-        from deepinfer_prep.workers import default_workers
+        from deepinfer_prep.convert import rehearse_conversion
 
-        plan = plan_output(checkpoint, out, options=options, overwrite=overwrite, follow_links=follow_links)
-        result = summarise(plan, workers or default_workers(), chunk_size)
+        result = rehearse_conversion(
+            checkpoint,
+            out,
+            options=options,
+            workers=workers,
+            chunk_size=chunk_size,
+            overwrite=overwrite,
+            follow_links=follow_links,
+            progress=progress,
+        )
     emit(
         result, lambda found: f"{inspection_text(found)}\n{printable(f'nothing was written to {out}')}", as_json, report
     )

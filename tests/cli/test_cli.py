@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from deepinfer_prep._version import __version__
 from deepinfer_prep.cli.main import main
-from tests.small_files import SCALE, WEIGHT, tree, write_file
+from tests.small_files import SCALE, WEIGHT, Tensor, tree, write_file
 
 
 def run(*arguments: object) -> Result:
@@ -83,6 +84,30 @@ def test_a_dry_run_refuses_what_a_run_refuses(unscaled: Path, tmp_path: Path) ->
         expected = "refused: F8_E4M3 tensors that have no scale (1): 'l.weight' in model.safetensors"
         assert result.stderr.startswith(expected)
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "scale", "options", "status", "told"),
+    [
+        (0x7E, 2.0, [], 0, "1 scales are unusually large, l.scale with 2 among them"),
+        (0x7E, 64.0, [], 1, "tensor 'l.scale': element 0 is the scale 64"),
+        (0x7F, 2.0**-9, ["--strict"], 1, "4,096 NaN codes in 1 fp8 weights: 'l.weight' (4,096)"),
+    ],
+)
+def test_a_dry_run_reads_what_a_run_reads_before_it_writes(
+    tmp_path: Path, code: int, scale: float, options: list[str], status: int, told: str
+) -> None:
+    data: dict[str, Tensor] = {
+        "l.weight": ("F8_E4M3", (64, 64), code),
+        "l.scale": ("F32", (1, 1), np.float32(scale).tobytes()),
+    }
+    write_file(tmp_path / "source" / "model.safetensors", data)
+    before = tree(tmp_path)
+    rehearsed = run("convert", tmp_path / "source", tmp_path / "out", "--dry-run", *options)
+    assert rehearsed.exit_code == status
+    assert told in rehearsed.output
+    assert tree(tmp_path) == before
+    assert told in run("convert", tmp_path / "source", tmp_path / "out", *options).output
 
 
 def test_inspect_shows_refusals_and_fails(unscaled: Path) -> None:
