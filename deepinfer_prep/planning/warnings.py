@@ -11,6 +11,9 @@ from deepinfer_prep.kernel_scale import KERNEL_COLUMNS, KERNEL_ROWS, Absent, Pla
 from deepinfer_prep.naming import SHARD_SUFFIX
 from deepinfer_prep.options import Options
 
+_KV_CACHE_SCALES = "kv_cache_scales.json"
+"""Older vLLM's file of scales for an fp8 KV cache (its option quantization_param_path)."""
+
 
 def find_warnings(
     checkpoint: Checkpoint, layout: Layout, weights: tuple[PlannedWeight, ...], options: Options
@@ -24,6 +27,7 @@ def find_warnings(
         *_unscaled(layout, options),
         *_markers(layout),
         *_repeated_scales(checkpoint, layout, options),
+        *_scales_of_a_cache(checkpoint),
     )
 
 
@@ -105,3 +109,12 @@ def _repeated_scales(checkpoint: Checkpoint, layout: Layout, options: Options) -
                     f"shards, {repeated[0]} among them: readers that take its values are off by 2. Remove it from the "
                     "output, or double its values."
                 )
+
+
+def _scales_of_a_cache(checkpoint: Checkpoint) -> Iterator[str]:
+    for other in checkpoint.others:
+        if other.name.rpartition("/")[2] == _KV_CACHE_SCALES:
+            yield (
+                f"{other.name} is copied as it is: its scales fit a KV cache of e4m3fn, which ends at 448. For a cache "
+                "in the hardware's e4m3, which ends at 240, double its values or leave the file out."
+            )

@@ -197,6 +197,14 @@ def test_scales_repeated_beside_the_shards_are_told(tmp_path: Path) -> None:
     assert any("act_scales.safetensors is copied as it is and repeats 1 scales" in text for text in plan.warnings)
 
 
+@pytest.mark.parametrize("name", ["kv_cache_scales.json", "quantized/kv_cache_scales.json"])
+def test_a_file_of_cache_scales_is_told(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('{"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.02}}}}')
+    plan = plan_of(tmp_path, PAIR)
+    assert any(text.startswith(f"{name} is copied as it is: its scales fit a KV cache") for text in plan.warnings)
+
+
 COVERED = {
     "TensorRT-LLM": ["l.activation_scaling_factor", "attention.kv_cache_scaling_factor"],
     "vLLM's mappings": ["self_attn.prob_output_scale", "k_proj.output_scale", "qkv_proj.k_scale", "attn.v_cache_scale"],
