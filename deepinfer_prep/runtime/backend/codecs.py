@@ -10,6 +10,7 @@ Each function here becomes one node of the legalized graph; AOT traces through i
 * No value on the way is a subnormal of the type that holds it, so flushing subnormals changes nothing
   (e8m0 code 0 apart: its value 2^-127 is itself a float32 subnormal).
 * `aten.add` and `aten.rsub` take a factor for one operand (`alpha`), hence one operation for "a + k * b".
+* A tensor without elements is converted by torch's own cast, which alone keeps its strides.
 
 Formats: OCP 8-bit floating point 1.0 (e4m3fn) and OCP microscaling 1.0 (e8m0).
 """
@@ -56,6 +57,8 @@ def decode_e4m3fn(codes: Tensor, dtype: torch.dtype) -> Tensor:
     codes: uint8, any shape. Returns `dtype` (any numeric type, converted from float32 as torch does).
     Eleven aten operations for float32, bfloat16 and float16.
     """
+    if codes.numel() == 0:
+        return codes.to(dtype)
     if dtype not in _LAYOUTS:
         return decode_e4m3fn(codes, torch.float32).to(dtype)
     layout = _LAYOUTS[dtype]
@@ -79,6 +82,8 @@ def encode_e4m3fn(values: Tensor) -> Tensor:
     zero and NaN too. Types other than float32 are converted to it first, as torch's own cast does.
     values: any shape and numeric type. Returns uint8. 29 aten operations, 30 from other float types.
     """
+    if values.numel() == 0:
+        return values.to(torch.uint8)
     values = values.to(torch.float32)
     limited = torch.clamp(values, -E4M3FN_MAX, E4M3FN_MAX)
     negative = limited.view(torch.int32) < 0
@@ -101,6 +106,8 @@ def decode_e8m0(codes: Tensor, dtype: torch.dtype) -> Tensor:
     codes: uint8, any shape. Returns `dtype`. Code 0 is 2^-127, which hardware that flushes subnormals
     reads as zero.
     """
+    if codes.numel() == 0:
+        return codes.to(dtype)
     # Half a step of the exponent field is the top mantissa bit: it makes 2^-127 of 0 and NaN of infinity.
     field = codes * EXPONENT_UNIT
     field = torch.add(field, codes == 0, alpha=EXPONENT_UNIT / 2)
@@ -114,6 +121,8 @@ def encode_e8m0(values: Tensor) -> Tensor:
     Infinity, NaN and what rounds to 2^128 give 255; zero and what lies at or below 2^-127 give 0. The sign
     is dropped. This is torch's rule (Float8_e8m0fnu.h). values: any shape and type. Returns uint8.
     """
+    if values.numel() == 0:
+        return values.to(torch.uint8)
     magnitude = values.to(torch.float32).abs()
     exponent = torch.clamp(_biased_exponent(magnitude), max=float(E8M0_NAN))
     power = (exponent * EXPONENT_UNIT).to(torch.int32).view(torch.float32)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from deepinfer_prep.runtime.backend import codec_operations, codecs, encoded_numbers
-from deepinfer_prep.runtime.backend.byte_formats import E4M3FN, E8M0
+from deepinfer_prep.runtime.backend.byte_formats import E4M3FN, E8M0, ByteFormat
 from tests.runtime.backend.harness import E8, F8, SATURATES, all_codes, bits
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -51,6 +51,20 @@ def test_e8m0_decodes_as_torch_casts(dtype: torch.dtype) -> None:
 def test_e8m0_decodes_as_ml_dtypes() -> None:
     expected = CODES.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     assert torch.equal(bits(codecs.decode_e8m0(CODES, torch.float32)), bits(torch.from_numpy(expected)))
+
+
+@pytest.mark.parametrize("format_", [E4M3FN, E8M0], ids=["e4m3fn", "e8m0"])
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((0,), (2,)), ((4, 0), (8, 1)), ((4, 0), (1, 4)), ((0, 8), (16, 1)), ((2, 0, 4), (32, 8, 2))],
+)
+def test_tensors_without_elements_keep_their_strides_as_in_torch_casts(
+    format_: ByteFormat, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    values = torch.empty_strided(shape, strides)
+    encoded = values.to(format_.dtype)
+    assert format_.encode(values).stride() == encoded.stride() == strides
+    assert format_.decode(encoded.view(torch.uint8), torch.float32).stride() == encoded.float().stride() == strides
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
