@@ -116,14 +116,20 @@ def keep_loaded_scale(module: nn.Module, name: str, scale: torch.Tensor | None) 
     A copy of a parameter, and a parameter wrapped anew, has no attributes; what the module remembers stays with it
     and is copied with it.
     """
-    kept = {**_loaded_scales(module), name: scale}
-    module.__dict__[LOADED_SCALES] = {name: scale for name, scale in kept.items() if scale is not None}
+    _remember(module, LOADED_SCALES, name, scale)
 
 
 def keep_loaded_order(module: nn.Module, name: str, order: BandedWeight | None) -> None:
     """Let a module remember that one of its tensors was loaded in the kernels' order, or forget it."""
-    kept = {**_loaded_orders(module), name: order}
-    module.__dict__[LOADED_ORDERS] = {name: order for name, order in kept.items() if order is not None}
+    _remember(module, LOADED_ORDERS, name, order)
+
+
+def _remember(module: nn.Module, kind: str, name: str, value: object) -> None:
+    known = module.__dict__.get(kind, {})
+    if value is not None:
+        module.__dict__[kind] = {**known, name: value}
+    elif name in known:
+        module.__dict__[kind] = {other: kept for other, kept in known.items() if other != name}
 
 
 def restore_loaded(model: nn.Module) -> None:

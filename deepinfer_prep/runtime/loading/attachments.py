@@ -105,8 +105,9 @@ class _Scales:
         scale = self._scale()
         if slot is None:
             form.check(scale.dtype, scale.shape)
-        kernel_scale = self._kernel_scale()
-        is_stored = kernel_scale is not None and all(record.kernel_scale == record.scale for record in self._records)
+        has_kernel_form = all(record.kernel_scale == record.scale for record in self._records)
+        kernel_scale = scale if has_kernel_form and self._is_whole_matrix() else self._kernel_scale()
+        is_stored = kernel_scale is not None and has_kernel_form
         is_shared = is_stored and (slot is None or holds_same_bytes(scale.dtype, slot.tensor.dtype))
         return Attachments(
             scale=scale,
@@ -129,6 +130,16 @@ class _Scales:
             self._check_whole_blocks(None if block is None else block[0])
         scale = assemble(as_grid(self._parts), _one_dtype(self._checkpoint, [part.name for part in self._parts]))
         return self._padded(scale, None if block is None else block[0], self._are_single_values)
+
+    def _is_whole_matrix(self) -> bool:
+        """Whether the weight is one tensor, or matrices of one, as it is stored: the most common case by far."""
+        value = self._value
+        return (
+            value.is_single
+            and value.padding is None
+            and len(value.shape) in (2, 3)
+            and value.places[0].piece.part.is_whole
+        )
 
     def _kernel_scale(self) -> Assembly | None:
         """The scale of the kernels' own form, where all pieces have one and these can be put together."""
@@ -169,7 +180,7 @@ class _Scales:
         """The part of each tensor that belongs to the piece of the same number."""
         parts = []
         for place, name in zip(self._value.places, names, strict=True):
-            part = part_of(place.piece.name, place.piece.part)
+            part = place.piece.part if place.piece.part.is_whole else part_of(place.piece.name, place.piece.part)
             stored, grid = self._checkpoint.tensor(name).shape, self._checkpoint.grid(name)
             shape = part_shape(part, grid, name)
             other = stored if part.is_whole and stored != grid else None

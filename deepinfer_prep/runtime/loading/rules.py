@@ -37,7 +37,9 @@ class LoadRules:
         Raises:
             TypeError: `rename` returned something else.
         """
-        wanted = tensor if self.rename is None else self.rename(tensor)
+        if self.rename is None:
+            return (Target(tensor),)
+        wanted = self.rename(tensor)
         if wanted is None:
             return ()
         several: Sequence[object] = wanted if isinstance(wanted, list | tuple) else [wanted]

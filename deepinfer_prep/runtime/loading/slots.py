@@ -101,12 +101,13 @@ def _memory(tensor: torch.Tensor) -> Hashable:
 
 
 def _enter(slot: Slot, tensor: torch.Tensor, owner: Owner) -> None:
-    number = next((number for number, known in enumerate(slot.tensors) if known is tensor), len(slot.tensors))
-    if number == len(slot.tensors):
-        slot.tensors.append(tensor)
-        slot.owners.append([])
-    if not any(known.module is owner.module and known.attribute == owner.attribute for known in slot.owners[number]):
-        slot.owners[number].append(owner)
+    for known, owners in zip(slot.tensors, slot.owners, strict=True):
+        if known is tensor:
+            if not any(one.module is owner.module and one.attribute == owner.attribute for one in owners):
+                owners.append(owner)
+            return
+    slot.tensors.append(tensor)
+    slot.owners.append([owner])
 
 
 def _with_data(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
