@@ -3,14 +3,15 @@
 Dimensions: m rows of x, k its columns, h the expert's inner width, n the result's columns.
 """
 
+from collections.abc import Callable
+
 import nki
 import nki.isa as nisa
 import nki.language as nl
 
 from .gemm_fp4 import linear_fp4
 from .hc_layout import token_tiles
-from .kmajor_fp4 import linear_fp4_kmajor
-from .records import my_share
+from .records import ExpertWeights, my_share
 from .swiglu import activate_weighted
 
 
@@ -30,38 +31,20 @@ def kernel(
     x bf16 [m, k], gate and up uint8 [h, k / 2], down uint8 [n, h / 2], scales uint8 [h, k / 32] and [n, h / 32], weight
     fp32 [m, 1]. k and h are multiples of 128; a grid of 2 takes h and n in multiples of 256.
     """
-    return expert_rows(x, gate, gate_scale, up, up_scale, down, down_scale, weight, False)
+    return expert_rows(x, ExpertWeights(gate, gate_scale, up, up_scale, down, down_scale), weight, linear_fp4)
 
 
-def expert_rows(
-    x: nl.ndarray,
-    gate: nl.ndarray,
-    gate_scale: nl.ndarray,
-    up: nl.ndarray,
-    up_scale: nl.ndarray,
-    down: nl.ndarray,
-    down_scale: nl.ndarray,
-    weight: nl.ndarray,
-    kmajor: bool,
-) -> nl.ndarray:
-    """The expert's result, bf16 [m, n] in shared HBM; with `kmajor` the weights are in the kernel layout."""
+def expert_rows(x: nl.ndarray, expert: ExpertWeights, weight: nl.ndarray, linear: Callable[..., None]) -> nl.ndarray:
+    """The expert's result, bf16 [m, n] in shared HBM. `linear` is the GEMM of the layout that the weights are in."""
     m = x.shape[0]
-    out = nl.ndarray((m, down.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    gated, raised, hidden = inner_rows(m, gate.shape[0])
-    multiply(gated, x, gate, gate_scale, kmajor)
-    multiply(raised, x, up, up_scale, kmajor)
+    out = nl.ndarray((m, expert.down.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    gated, raised, hidden = inner_rows(m, expert.gate.shape[0])
+    linear(gated, x, expert.gate, expert.gate_scale, True)
+    linear(raised, x, expert.up, expert.up_scale, True)
     activate_share(hidden, gated, raised, weight)
     wait_for_both(hidden)
-    multiply(out, hidden, down, down_scale, kmajor)
+    linear(out, hidden, expert.down, expert.down_scale, True)
     return out
-
-
-def multiply(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, kmajor: bool) -> None:
-    """out = x through fp8 and back, times w^T."""
-    if kmajor:
-        linear_fp4_kmajor(out, x, w, scale, True)
-    else:
-        linear_fp4(out, x, w, scale, True)
 
 
 def inner_rows(m: int, h: int) -> tuple[nl.ndarray, nl.ndarray, nl.ndarray]:

@@ -4,6 +4,8 @@ import nki
 import nki.language as nl
 
 from .fp4_expert import expert_rows
+from .kmajor_fp4 import linear_fp4_kmajor
+from .records import ExpertWeights
 
 
 @nki.jit
@@ -18,4 +20,5 @@ def kernel(
     weight: nl.ndarray,
 ) -> nl.ndarray:
     """`fp4_expert.kernel` of weights in the kernel layout."""
-    return expert_rows(x, gate, gate_scale, up, up_scale, down, down_scale, weight, True)
+    expert = ExpertWeights(gate, gate_scale, up, up_scale, down, down_scale)
+    return expert_rows(x, expert, weight, linear_fp4_kmajor)

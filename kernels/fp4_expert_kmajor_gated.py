@@ -4,6 +4,8 @@ import nki
 import nki.language as nl
 
 from .fp4_expert_gated import gated_rows
+from .kmajor_fp4 import linear_fp4_kmajor
+from .records import ExpertWeights
 
 
 @nki.jit
@@ -19,4 +21,5 @@ def kernel(
     flag: nl.ndarray,
 ) -> nl.ndarray:
     """`fp4_expert_gated.kernel` of weights in the kernel layout."""
-    return gated_rows(x, gate, gate_scale, up, up_scale, down, down_scale, weight, flag, True)
+    expert = ExpertWeights(gate, gate_scale, up, up_scale, down, down_scale)
+    return gated_rows(x, expert, weight, flag, linear_fp4_kmajor)

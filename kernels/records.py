@@ -18,6 +18,18 @@ class Share(nl.NKIObject):
 
 
 @dataclass
+class ExpertWeights(nl.NKIObject):
+    """A routed expert in HBM: gate and up uint8 [h, k / 2], down uint8 [n, h / 2], and their e8m0 scales."""
+
+    gate: nl.ndarray
+    gate_scale: nl.ndarray
+    up: nl.ndarray
+    up_scale: nl.ndarray
+    down: nl.ndarray
+    down_scale: nl.ndarray
+
+
+@dataclass
 class KGroup(nl.NKIObject):
     """k tiles `first` to `end`, `tiles` of them, whose transposes share one PSUM bank.
 

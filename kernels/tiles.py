@@ -143,8 +143,25 @@ def load_folded(
     tile = sbuf_tile(pool, "x", (len(sources) * height, width), nl.bfloat16)
     for index in range(len(sources)):
         block = sources[index][row : row + rows, column : column + segments * width]
-        nisa.dma_copy(dst=tile[index * height : (index + 1) * height, :], src=block.reshape_dim(1, (segments, width)))
+        _fold(tile[index * height : (index + 1) * height, :], block, segments)
     return tile
+
+
+def _fold(dst: nl.ndarray, block: nl.ndarray, segments: int) -> None:
+    """block [rows, columns] in HBM into dst [rows * segments, columns / segments], the same shape on both sides.
+
+    Whole rows of a matrix lie in one run, of which a DMA takes as many pieces as there are; others take a DMA each.
+    """
+    rows, columns = block.shape
+    width = columns // segments
+    if segments == 1:
+        nisa.dma_copy(dst=dst, src=block)
+    elif block.is_contiguous():
+        nisa.dma_copy(dst=dst, src=block.reshape((rows * segments, width)))
+    else:
+        for row in range(rows):
+            pieces = block[row : row + 1, :].reshape((segments, width))
+            nisa.dma_copy(dst=dst[row * segments : (row + 1) * segments, :], src=pieces)
 
 
 def transpose_folded(pool: TilePool, dst: nl.ndarray, folded: nl.ndarray) -> None:
@@ -183,12 +200,22 @@ def store_results(pool: TilePool, out: nl.ndarray, column: int, y: nl.ndarray) -
     span = runs * partitions * per_partition
     for start in range(0, m, P):
         rows = min(P, m - start)
-        bank = psum_tile(pool, (rows * stacks, runs, partitions, per_partition), nl.float32)
+        bank = psum_tile(pool, (stacks * rows, runs, partitions, per_partition), nl.float32)
         for run in range(runs):
             for r in range(per_partition):
-                data = y[:, :, run, r, start : start + rows].permute((0, 2, 1))
-                nisa.nc_transpose(dst=bank[:, run, :, r], data=data)
-        block = sbuf_tile(pool, "results", (rows * stacks, span), nl.bfloat16)
-        nisa.tensor_copy(dst=block, src=bank.reshape((rows * stacks, span)), engine=nisa.engine.vector)
-        columns = out[start : start + rows, column : column + stacks * span]
-        nisa.dma_copy(dst=columns.reshape_dim(1, (stacks, span)), src=block)
+                nisa.nc_transpose(dst=bank[:, run, :, r], data=y[:, :, run, r, start : start + rows])
+        block = sbuf_tile(pool, "results", (stacks * rows, span), nl.bfloat16)
+        nisa.tensor_copy(dst=block, src=bank.reshape((stacks * rows, span)), engine=nisa.engine.vector)
+        _unstack(out[start : start + rows, column : column + stacks * span], block, stacks)
+
+
+def _unstack(columns: nl.ndarray, block: nl.ndarray, stacks: int) -> None:
+    """block [stacks * rows, span] into columns [rows, stacks * span] in HBM, the same shape on both sides of a DMA."""
+    rows = columns.shape[0]
+    span = block.shape[1]
+    if rows == 1:
+        nisa.dma_copy(dst=columns.reshape((stacks, span)), src=block)
+    else:
+        for stack in range(stacks):
+            part = columns[:, stack * span : (stack + 1) * span]
+            nisa.dma_copy(dst=part, src=block[stack * rows : (stack + 1) * rows, :])
