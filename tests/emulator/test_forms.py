@@ -130,7 +130,9 @@ def test_column_tiles_of_a_matmul_write_their_own_partitions() -> None:
     np.testing.assert_allclose(on_tiles(body, a, b), a.T @ b, rtol=1e-4, atol=1e-4)
 
 
-DERIVATIVES = {"erf_dx": "erf", "gelu_dx": "gelu", "relu_dx": "relu", "tanh_dx": "tanh", "silu_dx": "silu"}
+DERIVATIVES = {"erf_dx": "erf", "gelu_dx": "gelu", "relu_dx": "relu", "tanh_dx": "tanh", "silu_dx": "silu"} | {
+    "gelu_apprx_sigmoid_dx": "gelu_apprx_sigmoid"
+}
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)

@@ -48,6 +48,10 @@ class Call:
         self._written_twice: dict[str, Array | None] = {}
         self.dynamic = False
         """Whether an operand has a run-time offset."""
+        self.skips_outside = False
+        """Whether an offset outside its tensor means that nothing is moved, rather than an error."""
+        self.skipped = False
+        """Whether that is so here."""
 
     def refuse(self, rule: Rule, operand: str, found: str) -> NoReturn:
         """Raise the error of a broken rule."""
@@ -98,7 +102,9 @@ class Call:
         if isinstance(offset, Tensor) and offset.dtype.name != "uint32":
             self.refuse(rules.DYNAMIC_OFFSET, role, f"{offset.dtype} offset of an on-chip operand")
         self._storages += [value.storage, *value.offset_storages()]
-        tensor = value.resolved(self.op)
+        outside = self.skips_outside and value.starts_outside(self.op)
+        self.skipped |= outside
+        tensor = value.at_zero() if outside else value.resolved(self.op)
         if tensor.storage.dead:
             self.refuse(rules.DEAD_TENSOR, role, f"tensor of shape {tensor.storage.shape}")
         if tensor.buffer not in buffers:
@@ -234,8 +240,11 @@ class Call:
         others = [(src if gathered is dst else dst).row(p) for p in inside]
         to, origin = (chosen, others) if gathered is dst else (others, chosen)
         if self.options.arithmetic:
-            if len({row.offset for row in to}) < len(to):
-                self.refuse(rules.GATHER_ROW, "dst", "a row is written twice")
+            written: dict[int, bytes] = {}
+            for target, source in zip(to, origin, strict=True):
+                given = source.raw().tobytes()
+                if written.setdefault(target.offset, given) != given:
+                    self.refuse(rules.GATHER_ROW, "dst", "a row is written twice, with other values")
             for target, source in zip(to, origin, strict=True):
                 self.move("dst", target, "src", source)
         self._rows_written["dst"] = to if self.options.arithmetic or gathered is src else [whole(dst.storage)]
@@ -244,7 +253,7 @@ class Call:
 
     def finish(self, engine: Engine, elements: int, *, code: int = OTHER, **flags: Any) -> None:
         """Mark what was written and append the instruction to the record."""
-        for role, tensor in self._destinations:
+        for role, tensor in () if self.skipped else self._destinations:
             self._mark(role, tensor, code)
         if self.dynamic:
             flags["dynamic"] = True

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from . import isa, language
+from .dtypes import DType
 from .jit import jit
 
 NAMES = ("nki", "nki.language", "nki.isa", "nki.isa.constants")
-ENUMS = ("dge_mode", "engine", "matmul_perf_mode", "oob_mode", "reduce_cmd")
+ENUMS = ("dge_mode", "dma_engine", "engine", "matmul_perf_mode", "nc_version", "oob_mode", "reduce_cmd")
 
 
 def real_nki() -> ModuleType | None:
@@ -74,7 +75,7 @@ def installed() -> Iterator[str]:
 
 
 def _modules() -> dict[str, ModuleType]:
-    package = _module("nki", {"jit": jit, "__nki_emulator__": True, "__version__": "0.6.0"})
+    package = _module("nki", {"jit": jit, "dtype": DType, "__nki_emulator__": True, "__version__": "0.6.0"})
     package.__path__ = []
     package.language = _facade("nki.language", language)  # type: ignore[attr-defined]
     package.isa = _facade("nki.isa", isa)  # type: ignore[attr-defined]

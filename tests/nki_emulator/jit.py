@@ -79,7 +79,7 @@ def _refuse(kernel: Kernel, rule: Rule, operand: str, found: str) -> NoReturn:
     refuse(rule, code.co_name, operand, found, f"{code.co_filename}:{code.co_firstlineno}")
 
 
-JIT_OPTIONS = {"mode", "platform_target", "debug_kernel"}
+JIT_OPTIONS = {"mode", "platform_target", "debug_kernel", "experimental_flags", "show_compiler_tb"}
 """Options of nki.jit that say how it is built, not what it computes."""
 
 

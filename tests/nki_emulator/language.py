@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NoReturn
 
 import numpy as np
@@ -11,7 +12,7 @@ from .call import Call, Engine, free_elements
 from .context import current, refuse, refuse_name
 from .dtypes import DType
 from .isa import memset, tensor_copy, tensor_reduce
-from .loops import fori_loop, while_loop
+from .loops import dynamic_range, fori_loop, while_loop
 from .memory import OTHER, Buffer
 from .operators import OPS
 from .tensor import DynamicSlice, Tensor, new_tensor, whole
@@ -24,7 +25,22 @@ hbm = Buffer.private_hbm
 
 
 class NKIObject:
-    """Base of the plain classes a kernel may use."""
+    """Base of the plain classes a kernel may use: attributes of the class are its fields, as in a dataclass.
+
+    NKI's own compiler takes fields without an annotation, and classes without the decorator; public kernels have both.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        annotations = inspect.get_annotations(cls)
+        for name, value in list(vars(cls).items()):
+            if not name.startswith("_") and not callable(value) and not hasattr(value, "__get__"):
+                annotations.setdefault(name, Any)
+        cls.__annotations__ = annotations
 
 
 class tile_size:  # noqa: N801 - NKI's own spelling
@@ -34,10 +50,10 @@ class tile_size:  # noqa: N801 - NKI's own spelling
     gemm_stationary_fmax = hardware.STATIONARY_FREE_MAX
     gemm_moving_fmax = hardware.MOVING_FREE_MAX
     bn_stats_fmax = hardware.BN_STATS_FREE_MAX
-    psum_bank_fmax = hardware.PSUM_BANK_BYTES // 4
+    psum_fmax = psum_bank_fmax = hardware.PSUM_BANK_BYTES // 4
     psum_bank_fmax_bytes = hardware.PSUM_BANK_BYTES
     psum_num_banks = hardware.PSUM_BANKS
-    sbuf_fmax_bytes = hardware.SBUF_BYTES_PER_PARTITION
+    sbuf_fmax_bytes = total_available_sbuf_size = hardware.SBUF_BYTES_PER_PARTITION
     sbuf_fmax = hardware.SBUF_BYTES_PER_PARTITION // 4
     sbuf_size_bytes = hardware.SBUF_BYTES_PER_PARTITION * hardware.PARTITIONS
 
@@ -154,6 +170,7 @@ __all__ = [
     "affine_range",
     "broadcast_to",
     "ds",
+    "dynamic_range",
     "fori_loop",
     "hbm",
     "ndarray",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from . import hardware, rules
@@ -18,11 +18,18 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], None
     if type(step) is not int or step < 1:
         refuse(rules.LOOP_BOUNDS, "fori_loop", "step", f"{step!r}")
 
-    def trip(index: int) -> None:
+    for index in _trips("fori_loop", range(first, last, step)):
         if body_fun(VirtualRegister(index, frozen=True)) is not None:  # type: ignore[func-returns-value]
             refuse(rules.LOOP_BODY, "fori_loop", "body_fun", "returns a value")
 
-    _run("fori_loop", iter(range(first, last, step)), trip)
+
+def dynamic_range(start: Any, stop: Any, step: int = 1) -> Iterator[VirtualRegister]:
+    """The older form of fori_loop, in a `for` statement: NKI 0.6 takes it and says that it will go."""
+    first, last = _bound("start", start), _bound("stop", stop)
+    if type(step) is not int or step < 1:
+        refuse(rules.LOOP_BOUNDS, "dynamic_range", "step", f"{step!r}")
+    for index in _trips("dynamic_range", range(first, last, step)):
+        yield VirtualRegister(index, frozen=True)
 
 
 def while_loop(init: Any, body_fun: Callable[[VirtualRegister], VirtualRegister]) -> None:
@@ -31,20 +38,17 @@ def while_loop(init: Any, body_fun: Callable[[VirtualRegister], VirtualRegister]
         refuse(rules.LOOP_BOUNDS, "while_loop", "init", f"{type(init).__name__} is not a register")
     register = init
 
-    def trip(_: int) -> None:
-        nonlocal register
-        result: Any = body_fun(register)
-        if not isinstance(result, VirtualRegister):
-            refuse(rules.LOOP_BODY, "while_loop", "body_fun", "must return the next condition register")
-        register = result
-
-    def pending() -> Any:
+    def pending() -> Iterator[int]:
         index = 0
         while register.value != 0:
             yield index
             index += 1
 
-    _run("while_loop", pending(), trip)
+    for _ in _trips("while_loop", pending()):
+        result: Any = body_fun(register)
+        if not isinstance(result, VirtualRegister):
+            refuse(rules.LOOP_BODY, "while_loop", "body_fun", "must return the next condition register")
+        register = result
 
 
 def _bound(role: str, value: Any) -> int:
@@ -55,8 +59,8 @@ def _bound(role: str, value: Any) -> int:
     return value
 
 
-def _run(op: str, indices: Any, trip: Callable[[int], None]) -> None:
-    """All trips of one loop: each in its own scope, each issuing the same instructions."""
+def _trips(op: str, indices: Iterable[int]) -> Iterator[int]:
+    """The trips of one loop, whose bodies run between them: each in its own scope, issuing the same instructions."""
     program = current()
     if program.loops:
         refuse(rules.LOOP_NESTING, op, "", "inside another dynamic loop")
@@ -68,7 +72,7 @@ def _run(op: str, indices: Any, trip: Callable[[int], None]) -> None:
         program.loops[-1] = trips
         start = len(program.instructions)
         program.scopes.append(weakref.WeakSet())
-        trip(index)
+        yield index
         _close_scope(program)
         signature = [_signature(i) for i in program.instructions[start:] if i.op != "shared_identity_matrix"]
         if issued is not None and signature != issued:

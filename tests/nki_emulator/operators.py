@@ -168,6 +168,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_dx": Activation(_precise(lambda x: _normal_cdf(x) + x * _normal_density(x)), *_ANY),
     "gelu_apprx_tanh": Activation(_precise(_gelu_tanh), *_ANY),
     "gelu_apprx_sigmoid": Activation(_precise(lambda x: x / (1.0 + np.exp(-1.702 * x))), *_ANY),
+    "gelu_apprx_sigmoid_dx": Activation(
+        _precise(lambda x: _logistic(1.702 * x) * (1.0 + 1.702 * x * _logistic(-1.702 * x))), *_ANY
+    ),
     "mish": Activation(_precise(lambda x: x * np.tanh(np.logaddexp(0.0, x))), *_ANY),
     "relu_dx": Activation(lambda x: (x > 0).astype(np.float32), *_ANY),
     "tanh_dx": Activation(_precise(lambda x: 1.0 - np.square(np.tanh(x))), *_ANY),

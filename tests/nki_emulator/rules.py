@@ -226,7 +226,7 @@ GATHER = Rule(
 )
 GATHER_ROW = Rule(
     "gather-row",
-    "a row index lies inside the tensor, or is skipped with oob_mode.skip; no row is written twice",
+    "a row index lies inside the tensor, or is skipped with oob_mode.skip; what is written twice is the same twice",
     _isa("dma_copy") + " (oob_mode); the order of two writes to a row is not stated",
 )
 PREDICATE = Rule("predicate", "a predicate is an unsigned (or as listed) integer tile", _isa("tensor_copy_predicated"))
@@ -243,7 +243,7 @@ MATMUL_DTYPE = Rule(
 )
 MATMUL_ACCUMULATE = Rule(
     "matmul-accumulate",
-    "accumulate adds to what a matmul wrote: the first write of a group overwrites, and nothing else initialises it",
+    "accumulate adds to what a matmul wrote: the first write of a group overwrites, and nothing but zeros may be there",
     _isa("nc_matmul"),
 )
 MATMUL_TILING = Rule(

@@ -40,6 +40,10 @@ class DynamicOffset:
     step: int
     limit: int
 
+    def value(self, op: str) -> int:
+        """What `source` holds now."""
+        return self.source.value if isinstance(self.source, VirtualRegister) else _load_offset(op, self.source)
+
 
 @dataclass(frozen=True)
 class RowGather:
@@ -380,12 +384,19 @@ class Tensor(_NoOperators):
         sources = [part.source for part in (self.dynamic, self.gather) if part is not None]
         return [source.storage for source in sources if isinstance(source, Tensor)]
 
+    def starts_outside(self, op: str) -> bool:
+        """Whether its run-time offset, if any, is no index of the dimension that it counts in."""
+        return self.dynamic is not None and not 0 <= self.dynamic.value(op) < self.dynamic.limit
+
+    def at_zero(self) -> Tensor:
+        """This view with a run-time offset of 0."""
+        return replace(self, dynamic=None)
+
     def resolved(self, op: str) -> Tensor:
         """This view with its run-time offset, if any, turned into a number."""
         if self.dynamic is None:
             return self
-        source, step, limit = self.dynamic.source, self.dynamic.step, self.dynamic.limit
-        value = source.value if isinstance(source, VirtualRegister) else _load_offset(op, source)
+        value, step, limit = self.dynamic.value(op), self.dynamic.step, self.dynamic.limit
         if not 0 <= value < limit:
             refuse(rules.DYNAMIC_OFFSET, op, "offset", f"{value} is outside 0..{limit - 1}")
         moved = replace(self, offset=self.offset + value * step, dynamic=None)

@@ -54,6 +54,19 @@ def while_body_without_condition() -> None:
     nl.while_loop(nisa.register_alloc(1), lambda r: None)
 
 
+@breaks(rules.LOOP_BODY, "dynamic_range", "body_fun")
+def older_loop_whose_body_changes() -> None:
+    for trip, _ in enumerate(nl.dynamic_range(0, 2)):
+        if trip == 0:
+            tile((P, 4))
+
+
+@breaks(rules.LOOP_BOUNDS, "dynamic_range", "step")
+def older_loop_backward() -> None:
+    for _ in nl.dynamic_range(3, 0, -1):
+        pass
+
+
 @breaks(rules.LOOP_BOUNDS, "fori_loop", "step")
 def backward_loop() -> None:
     nl.fori_loop(3, 0, lambda i: None, step=-1)

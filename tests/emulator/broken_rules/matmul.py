@@ -66,6 +66,12 @@ def accumulate_on_a_memset() -> None:
 
 
 @breaks(rules.MATMUL_ACCUMULATE, "nc_matmul", "dst")
+def undecided_accumulate_on_ones() -> None:
+    out = tile((4, 4), buffer=nl.psum, value=1.0)
+    nisa.nc_matmul(dst=out, stationary=tile((4, 4)), moving=tile((4, 4)))
+
+
+@breaks(rules.MATMUL_ACCUMULATE, "nc_matmul", "dst")
 def undecided_accumulate_on_half_a_tile() -> None:
     out = empty((4, 8), buffer=nl.psum)
     nisa.nc_matmul(dst=out[:, 0:4], stationary=tile((4, 4)), moving=tile((4, 4)))

@@ -16,9 +16,9 @@ def unlisted_instruction() -> None:
     nisa.rand2(dst=tile((P, 6)))
 
 
-@breaks(rules.NOT_MODELLED, "nl.dynamic_range")
-def deprecated_loop() -> None:
-    nl.dynamic_range(0, 2)
+@breaks(rules.NOT_MODELLED, "nl.load")
+def deprecated_load() -> None:
+    nl.load(tile((P, 4)))
 
 
 @breaks(rules.NOT_MODELLED, "nl.add")

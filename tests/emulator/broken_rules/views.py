@@ -340,9 +340,26 @@ def transposing_gather() -> None:
 
 
 @breaks_launch(rules.GATHER_ROW, "dma_copy", "dst")
-def scatter_to_one_row_twice() -> None:
+def scatter_of_two_values_to_one_row() -> None:
+    def body(a: Any, b: Any) -> None:
+        nisa.dma_copy(dst=a.vector_select(0, tile((2, 1), nl.int32)), src=load(b))
+
+    execute(body, np.ones((4, 4), np.float32), np.arange(8, dtype=np.float32).reshape(2, 4))
+
+
+@breaks_launch(rules.DYNAMIC_OFFSET, "dma_copy", "offset")
+def scalar_offset_outside() -> None:
     def body(a: Any) -> None:
-        nisa.dma_copy(dst=a.vector_select(0, tile((2, 1), nl.int32)), src=tile((2, 4)))
+        nisa.dma_copy(dst=empty((1, 4)), src=a.ap([[4, 1], [1, 4]], scalar_offset=tile((1, 1), nl.int32, value=4)))
+
+    execute(body, np.ones((4, 4), np.float32))
+
+
+@breaks_launch(rules.DYNAMIC_OFFSET, "dma_copy", "offset")
+def skipped_in_part() -> None:
+    def body(a: Any) -> None:
+        rows = a.ap([[4, 2], [1, 4]], scalar_offset=tile((1, 1), nl.int32, value=3))
+        nisa.dma_copy(dst=empty((2, 4)), src=rows, oob_mode=nisa.oob_mode.skip)
 
     execute(body, np.ones((4, 4), np.float32))
 

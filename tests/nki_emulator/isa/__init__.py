@@ -8,7 +8,17 @@ from .. import rules
 from ..call import Engine as engine  # noqa: N813 - NKI's own spelling
 from ..context import refuse_name
 from ..registers import VirtualRegister
-from .control import core_barrier, register_alloc, register_load, register_move, register_store, sendrecv
+from .control import DmaEngine as dma_engine  # noqa: N813
+from .control import NcVersion as nc_version  # noqa: N813
+from .control import (
+    core_barrier,
+    get_nc_version,
+    register_alloc,
+    register_load,
+    register_move,
+    register_store,
+    sendrecv,
+)
 from .elementwise import reciprocal, scalar_tensor_tensor, tensor_scalar, tensor_tensor
 from .matmul import PerfMode as matmul_perf_mode  # noqa: N813
 from .matmul import nc_matmul, nc_transpose
@@ -52,8 +62,10 @@ __all__ = [
     "core_barrier",
     "dge_mode",
     "dma_copy",
+    "dma_engine",
     "dma_transpose",
     "engine",
+    "get_nc_version",
     "gpsimd_engine",
     "iota",
     "local_gather",
@@ -65,6 +77,7 @@ __all__ = [
     "nc_matmul",
     "nc_stream_shuffle",
     "nc_transpose",
+    "nc_version",
     "oob_mode",
     "range_select",
     "reciprocal",

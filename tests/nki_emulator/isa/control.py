@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, IntEnum
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,26 @@ from ..errors import EmulatorError
 from ..memory import Buffer
 from ..registers import VirtualRegister
 from ..tensor import Tensor
+
+
+class NcVersion(IntEnum):
+    """nisa.nc_version: NeuronCore generations, in order."""
+
+    gen2 = 2
+    gen3 = 3
+    gen4 = 4
+
+
+def get_nc_version() -> NcVersion:
+    """The generation that is compiled for: trn2."""
+    return NcVersion.gen3
+
+
+class DmaEngine(Enum):
+    """nisa.dma_engine: what carries an exchange between the cores."""
+
+    dma = "dma"
+    gpsimd_dma = "gpsimd_dma"
 
 
 def register_alloc(x: int | None = None) -> VirtualRegister:
@@ -103,9 +124,19 @@ class Exchange:
         return True
 
 
-def sendrecv(src: Any, dst: Any, send_to_rank: int, recv_from_rank: int, pipe_id: int, name: str | None = None) -> None:
+def sendrecv(
+    src: Any,
+    dst: Any,
+    send_to_rank: int,
+    recv_from_rank: int,
+    pipe_id: int,
+    name: str | None = None,
+    dma_engine: Any = DmaEngine.dma,
+) -> None:
     """Give src to the other core and take its src into dst; both cores meet here."""
     call = Call("sendrecv")
+    if not isinstance(dma_engine, DmaEngine):
+        call.refuse(rules.ENUMS, "dma_engine", f"{dma_engine!r}")
     given, taken = call.source("src", src, (Buffer.sbuf,)), call.destination("dst", dst, (Buffer.sbuf,))
     call.check_overlap()
     other = 1 - call.program.index
@@ -114,4 +145,5 @@ def sendrecv(src: Any, dst: Any, send_to_rank: int, recv_from_rank: int, pipe_id
     if call.program.loops:
         call.refuse(rules.NOT_MODELLED, "", "an exchange inside a dynamic loop")
     call.program.core.wait_at(Exchange(pipe_id, given, taken))
-    call.finish(Engine.dma, geometry.count(taken.shape[1:]))
+    carrier = Engine.gpsimd if dma_engine is DmaEngine.gpsimd_dma else Engine.dma
+    call.finish(carrier, geometry.count(taken.shape[1:]))

@@ -151,6 +151,8 @@ def _accumulates(call: Call, out: Tensor, accumulate: bool | None) -> bool:
         return False
     if codes == (MATMUL,):
         return True
+    if accumulate is None and codes == (OTHER,) and (not call.options.arithmetic or not out.array().any()):
+        return False  # zeros: adding and overwriting give the same, and public kernels write them first
     names = {UNWRITTEN: "unwritten", MATMUL: "written by a matmul", OTHER: "written by another instruction"}
     found = f"accumulate={accumulate} on elements that are {', '.join(names[c] for c in codes)}"
     return call.refuse(rules.MATMUL_ACCUMULATE, "dst", found)

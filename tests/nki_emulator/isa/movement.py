@@ -33,6 +33,9 @@ class OobMode(Enum):
 
 _DMA = (*HBM, Buffer.sbuf)
 
+DGE_NUMBERS = {3: DgeMode.none}
+"""The number that AWS's nki-library passes for a mode; for the others no public kernel does."""
+
 
 def dma_copy(
     dst: Any,
@@ -43,11 +46,16 @@ def dma_copy(
     engine: Any = Engine.unknown,
     name: str | None = None,
 ) -> None:
-    """dst = src between HBM and SBUF, elements in row-major order; casts through fp32 if the types differ."""
+    """dst = src between HBM and SBUF, elements in row-major order; casts through fp32 if the types differ.
+
+    With oob_mode.skip, rows whose index lies outside are left, and all of it where a scalar offset does.
+    """
     call = Call("dma_copy")
+    dge_mode = DGE_NUMBERS.get(dge_mode, dge_mode)
     for role, tensor in (("src", src), ("dst", dst)):
         if isinstance(tensor, Tensor) and tensor.buffer is Buffer.psum:
             call.refuse(rules.DMA_NO_PSUM, role, "in PSUM")
+    call.skips_outside = oob_mode is OobMode.skip
     source, out = call.source("src", src, _DMA), call.destination("dst", dst, _DMA)
     call.check_overlap()
     if geometry.count(source.shape) != geometry.count(out.shape):
@@ -59,7 +67,7 @@ def dma_copy(
     gathers = source.gather is not None or out.gather is not None
     if gathers:
         call.move_rows(out, source, skip=oob_mode is OobMode.skip)
-    elif call.options.arithmetic:
+    elif call.options.arithmetic and not call.skipped:
         call.move("dst", out, "src", source)
     mode = DgeMode.swdge if gathers else dge_mode
     call.finish(Engine.dma, free_elements(out), dge=mode.value, queue=engine.value, cast=cast, gather=gathers)

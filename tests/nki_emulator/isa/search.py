@@ -86,15 +86,17 @@ def _rows(call: Call, role: str, tensor: Tensor) -> F32:
 
 
 def _places(call: Call, data: F32, wanted: F32, order: range) -> npt.NDArray[np.int64]:
-    """For each of `wanted`, in `order`, its first place in `data` that no equal one took before."""
+    """For each of `wanted`, in `order`, its first place in `data` that no equal one took before, or else its first."""
     rows = np.arange(len(data))
     free = np.ones(data.shape, bool)
     places = np.empty(wanted.shape, np.int64)
     for column in order:
-        matches = free & (data == wanted[:, column : column + 1])
-        if not matches.any(axis=1).all():
-            row = int(np.argmin(matches.any(axis=1)))
+        equal = data == wanted[:, column : column + 1]
+        if not equal.any(axis=1).all():
+            row = int(np.argmin(equal.any(axis=1)))
             call.refuse(rules.MAX8, "vals", f"{float(wanted[row, column])!r} is not in data's partition {row}")
+        matches = free & equal
+        matches = np.where(matches.any(axis=1, keepdims=True), matches, equal)
         places[:, column] = matches.argmax(axis=1)
         free[rows, places[:, column]] = False
     return places

@@ -106,7 +106,7 @@ def range_select(
     if any(compare not in _COMPARISONS for compare in names):
         call.refuse(rules.OP_CLASS, "comp_op0", f"{names} are no comparisons")
     largest = reduce_op is None or alu_name(call.op, "reduce_op", reduce_op) == "maximum"
-    if not largest or reduce_cmd is not ReduceCmd.reset_reduce or on_false_value != FP32_MIN:
+    if not largest or reduce_cmd is not ReduceCmd.reset_reduce or np.float32(on_false_value) != np.float32(FP32_MIN):
         call.refuse(rules.NOT_MODELLED, "reduce_op", "only nl.maximum, reset_reduce and the least fp32 number")
     result = None if reduce_res is None else call.destination("reduce_res", reduce_res)
     call.check_geometry()
