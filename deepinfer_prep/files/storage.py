@@ -331,6 +331,14 @@ class RangeReader(_RangedFile):
         """Say that a byte range is read soon, so that many are fetched from storage at once; only advice."""
         os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
 
+    def is_in_memory(self, offset: int) -> bool:
+        """Whether the byte at `offset` can be had without waiting for storage, as far as the file system says."""
+        try:
+            os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except OSError as error:
+            return error.errno != errno.EAGAIN
+        return True
+
     def map_privately(self, size: int) -> ctypes.Array[ctypes.c_uint8]:
         """The file's first `size` bytes as memory; a page that is written to is copied, so the file never changes.
 

@@ -64,6 +64,15 @@ class TensorFile:
         with self._opened() as reader:
             reader.will_need(start, end - start)
 
+    def fetch(self, start: int, end: int) -> None:
+        """Have the kernel fetch some bytes from storage, all at once and not waiting, unless they seem to be in memory.
+
+        Reading alone asks for little more than it waits for. Advice about what is in memory costs a look at each page.
+        """
+        with self._opened() as reader:
+            if not all(reader.is_in_memory(offset) for offset in (start, (start + end) // 2, end - 1)):
+                reader.will_need(start, end - start)
+
     def view(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor over the file's own pages, with no byte read yet.
 
@@ -83,6 +92,7 @@ class TensorFile:
             PrepError: the file was cut, or the storage reported an error.
         """
         self._map(start, end)
+        self.fetch(start, end)
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         length = end - first
         read = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -133,7 +133,7 @@ class CheckMapped:
             PrepError: the file was cut.
         """
         segment, check = self.segment, _Check(self.segment)
-        segment.file.will_need(segment.start, segment.end)
+        segment.file.fetch(segment.start, segment.end)
         for start in range(segment.start, segment.end, _PIECE_BYTES):
             end = min(start + _PIECE_BYTES, segment.end)
             segment.file.populate(start, end)
@@ -163,6 +163,7 @@ class ReadChecked:
 
     def run(self, scratch: fp8.U8) -> int:
         """Read and check. Errors as `CheckMapped.run`."""
+        self.segment.file.fetch(self.segment.start, self.segment.end)
         reader = _CheckedFile(self.segment, scratch[LIMIT_BYTES:])
         for transfer in self.transfers:
             replace(transfer, file=reader).run(scratch)  # type: ignore[type-var]  # All of them are dataclasses.
