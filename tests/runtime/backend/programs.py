@@ -222,10 +222,12 @@ def _storages(world: str) -> dict[str, Tensor]:
     """The tensors that arguments are copies of, or views of copies of."""
     scales = torch.tensor([0.5, 1.0, 2.0, 4.0, 0.25, 8.0, 1.0, 2.0]).to(E8)
     whole, other, transposed, floats = fp8(6, 8, seed=1), fp8(4, 16, seed=2), fp8(8, 4, seed=3), values(4, 8, seed=4)
-    if world == "every code":
+    if world in ("every code", ONE_NAN):
         whole, other, transposed = _codes(6, 8, first=0), _codes(4, 16, first=48), _codes(8, 4, first=112)
         scales = torch.tensor([0, 1, 127, 128, 254, 255, 64, 190], dtype=torch.uint8).view(E8)
         floats = torch.tensor(_SPECIAL_FLOATS).view(4, 8)
+        if world == ONE_NAN:
+            whole, other, transposed = (_without_negative_nan(tensor) for tensor in (whole, other, transposed))
     elif world == "one element":
         whole, other, transposed, floats = whole[:2, :1], other[:1, :4], transposed[:1, :1], floats[:1, :1]
     elif world == "empty":
@@ -239,7 +241,7 @@ def _storages(world: str) -> dict[str, Tensor]:
         "wide": values(4, 8, seed=6).to(E5),
         "scales": scales,
         "mask": torch.arange(32).view(4, 8) % 3 == 0,
-        "index": torch.tensor([2, 0, 1]) if world in ("ordinary", "every code") else torch.tensor([0]),
+        "index": torch.tensor([2, 0, 1]) if world in ("ordinary", "every code", ONE_NAN) else torch.tensor([0]),
         "one": torch.ones(()),
     }
 
@@ -252,6 +254,11 @@ def _codes(rows: int, columns: int, first: int) -> Tensor:
     return codes.view(F8).view(rows, columns)
 
 
+def _without_negative_nan(tensor: Tensor) -> Tensor:
+    codes = tensor.view(torch.uint8)
+    return torch.where(codes == 0xFF, 0x7F, codes).view(F8)
+
+
 _SPECIAL_FLOATS = (
     *(0.0, -0.0, 1e-45, -1e-40, 2.0**-10, -(2.0**-10), 3 * 2.0**-10, 2.0**-7 * 1.5),
     *(448.0, 463.9, 464.0, 464.1, -480.0, 1e9, float("inf"), float("-inf")),
@@ -262,6 +269,10 @@ _SPECIAL_FLOATS = (
 
 WORLDS = ("ordinary", "every code", "one element", "empty")
 """What the arguments hold."""
+
+ONE_NAN = "every code, but of NaN only the positive one"
+"""To run a program of "every code" again: torch's own vector and scalar loops give NaN different signs, which show
+where a program goes on with its bytes."""
 
 
 def arguments(world: str = "ordinary") -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from deepinfer_prep.errors import LegalizationError
 from deepinfer_prep.runtime.backend import byte_formats
 from deepinfer_prep.runtime.backend.byte_formats import E4M3FN
-from deepinfer_prep.runtime.backend.codecs import encode_e4m3fn
+from deepinfer_prep.runtime.backend.codecs import decode_e4m3fn, encode_e4m3fn
 from tests.runtime.backend.harness import assert_same
 from tests.runtime.backend.programs import FP8, STATEMENTS, WORLDS, Draw, Program, grow
 
@@ -91,10 +91,23 @@ def test_the_fuzzer_sees_what_torch_compile_gives(way: fuzz_backend.Compiler) ->
             assert fuzz_backend.outcome(grow(draws, world), way) == "equal"
 
 
-def test_the_fuzzer_stops_at_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("world", ["ordinary", "every code"])
+def test_the_fuzzer_stops_at_a_difference(monkeypatch: pytest.MonkeyPatch, world: str) -> None:
     wrong = replace(E4M3FN, encode=lambda values: encode_e4m3fn(values * 1.1))
     monkeypatch.setitem(byte_formats.CARRIED, E4M3FN.dtype, wrong)
-    program = Program(lines=["v0 = floats.to(torch.float8_e4m3fn)"], kinds={"v0": FP8})
+    program = Program(world, lines=["v0 = floats.to(torch.float8_e4m3fn)"], kinds={"v0": FP8})
     for way in (fuzz_backend.on_plain_values, fuzz_backend.on_fake_values):
         with pytest.raises(AssertionError, match=r"v0 = floats.to"):
             fuzz_backend.outcome(program, way)
+
+
+def test_the_fuzzer_counts_signs_of_nan_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that forgets the sign of NaN differs where a program takes the byte for a number."""
+
+    def without_sign(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return decode_e4m3fn(torch.where(codes == 0xFF, 0x7F, codes), dtype)
+
+    monkeypatch.setitem(byte_formats.CARRIED, E4M3FN.dtype, replace(E4M3FN, decode=without_sign))
+    lines = ["v0 = whole.float()", "whole.copy_(v0)", "raw.add_(1)"]
+    program = Program("every code", lines=lines, kinds={"v0": "f"})
+    assert fuzz_backend.outcome(program, fuzz_backend.on_plain_values) == "equal but for the signs of NaN"
