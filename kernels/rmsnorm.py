@@ -38,7 +38,7 @@ def _norm(out: nl.ndarray, x: nl.ndarray, factors: nl.ndarray) -> None:
     nisa.tensor_scalar(
         dst=inverse, data=inverse, op0=nl.multiply, operand0=1.0 / columns, op1=nl.add, operand1=NORM_EPS
     )
-    nisa.tensor_scalar(dst=inverse, data=inverse, op0=nl.rsqrt, operand0=None)
+    nisa.tensor_scalar(dst=inverse, data=inverse, op0=nl.rsqrt, operand0=0.0)
     nisa.scalar_tensor_tensor(
         dst=y, data=tile, op0=nl.multiply, operand0=inverse, op1=nl.multiply, operand1=factors[0:rows, :]
     )

@@ -202,6 +202,23 @@ def test_a_run_time_offset_costs_600_cycles() -> None:
     assert cycles(body, "tensor_copy") == 664
 
 
+@pytest.mark.parametrize(
+    ("columns", "step", "expected"),
+    [(512, 1, 512), (512, 8, 512), (512, 9, 1024), (40, 9, 80), (24, 9, 64)],  # 8 bf16 elements are 16 bytes
+)
+def test_a_moving_operand_of_wide_steps_streams_at_half_the_rate_at_worst(
+    columns: int, step: int, expected: int
+) -> None:
+    def body() -> None:
+        moving = tile((P, columns, step), nl.bfloat16)[:, :, 0]
+        total = empty((P, columns), buffer=nl.psum)
+        nisa.nc_matmul(dst=total, stationary=tile((P, P), nl.bfloat16), moving=moving)
+
+    (matmul,) = (i for i in execute(body).instructions if i.op == "nc_matmul")
+    assert cost.busy_seconds(matmul)["tensor"] * 2.4e9 == pytest.approx(max(columns, 64))
+    assert cost.busy_seconds(matmul, cost.PESSIMISTIC)["tensor"] * 2.4e9 == pytest.approx(expected)
+
+
 # DMA
 
 

@@ -99,7 +99,8 @@ class Assumptions:
     stepped_stationary_cycles: int
     """Least cycles of a matmul whose stationary operand is not contiguous: 128 rows, if loading it is not fast."""
     wide_step: float
-    """Factor of an access whose innermost step is above 16 bytes: nki_perf_guide says half the bandwidth."""
+    """Factor of an access whose innermost step is above 16 bytes: trainium_inferentia2_arch (performance consideration)
+    gives each engine's read or write interface, TensorE's included, half the bandwidth there, and all of it below."""
     narrow_psum: float
     """Factor of an instruction that reads one-byte elements from PSUM, for which no rate is published."""
     dma_issue: float
@@ -162,7 +163,10 @@ def busy_seconds(instruction: Instruction, assumptions: Assumptions = BEST) -> d
         return _dma_seconds(instruction, assumptions)
     if instruction.engine == "sync":
         return {}
-    cycles = _CYCLES[instruction.engine](instruction) * _access_factor(instruction, assumptions)
+    if instruction.engine == "tensor":
+        cycles = _tensor_cycles(instruction, assumptions.wide_step)
+    else:
+        cycles = _CYCLES[instruction.engine](instruction) * _access_factor(instruction, assumptions)
     if instruction.op == "nc_matmul" and instruction.operand("stationary").inner_step > 1:
         cycles = max(cycles, assumptions.stepped_stationary_cycles)
     if instruction.flag("dynamic") == "True":
@@ -171,21 +175,23 @@ def busy_seconds(instruction: Instruction, assumptions: Assumptions = BEST) -> d
 
 
 def _access_factor(instruction: Instruction, assumptions: Assumptions) -> float:
-    """How much slower the engine's accesses make it than its cycles alone."""
-    if instruction.engine == "tensor":
-        return 1.0
+    """How much slower the accesses of VectorE, ScalarE or GpSimd make it than its cycles alone."""
     factor = 1.0
-    if any(operand.inner_step * operand.itemsize > WIDE_STEP_BYTES for operand in instruction.operands):
+    if any(_is_wide(operand) for operand in instruction.operands):
         factor *= assumptions.wide_step
     if any(operand.buffer == "psum" and operand.itemsize == 1 for operand in instruction.reads):
         factor *= assumptions.narrow_psum
     return factor
 
 
+def _is_wide(operand: Operand) -> bool:
+    return operand.inner_step * operand.itemsize > WIDE_STEP_BYTES
+
+
 # TensorE
 
 
-def _tensor_cycles(instruction: Instruction) -> float:
+def _tensor_cycles(instruction: Instruction, wide_step: float) -> float:
     """Streaming of the moving operand; loading the stationary one hides behind the matmul before."""
     fp32 = instruction.reads[0].dtype == "float32"
     if instruction.op == "nc_transpose":
@@ -197,7 +203,10 @@ def _tensor_cycles(instruction: Instruction) -> float:
         passes = ONEZERO_FP32_PASSES if instruction.flag("onezero") == "True" else FP32_PASSES
         passes = TRANSPOSE_FP32_PASSES if transposes else passes
     concurrent = PE_ROWS // int(instruction.flag("rows"))
-    return max(int(instruction.flag("N")), MIN_CYCLES) * passes / concurrent
+    streamed = float(instruction.flag("N"))
+    if _is_wide(instruction.operand("moving")) or _is_wide(instruction.operand("dst")):
+        streamed *= wide_step
+    return max(streamed, MIN_CYCLES) * passes / concurrent
 
 
 # VectorE
@@ -254,7 +263,7 @@ def _gpsimd_cycles(instruction: Instruction) -> float:
     return max(MIN_CYCLES, GPSIMD_CYCLES * instruction.elements)
 
 
-_CYCLES = {"tensor": _tensor_cycles, "vector": _vector_cycles, "scalar": _scalar_cycles, "gpsimd": _gpsimd_cycles}
+_CYCLES = {"vector": _vector_cycles, "scalar": _scalar_cycles, "gpsimd": _gpsimd_cycles}
 
 
 # DMA
