@@ -13,16 +13,27 @@ from .records import EngineClock
 from .tile_pool import BANK_FP32, P, TilePool, psum_tile, sbuf_tile
 from .tiles import TILES_PER_BANK, k_groups, k_tiles, transpose_weights
 
+NARROW_M = 8
+"""Rows of x whose bf16 values take 16 bytes: TensorE reads a moving operand at full rate in steps up to that."""
+
+FEW_M = 24
+"""Rows of x up to which any GEMM multiplies partial sums."""
+
 
 def spread_blocks(moving: nl.ndarray, k: int, blocks: int, unit: float) -> nl.ndarray:
     """Activations with a column for each scale block of a k tile: bf16 [128, k tiles * halves, 2, blocks, m].
 
     moving is plane_view's result. Column (block, row) holds `unit` (a power of two) times the row's values on the
-    block's partitions and zeros elsewhere.
+    block's partitions and zeros elsewhere. Where the step from block to block would be a wide one, a row's blocks lie
+    side by side in memory.
     """
     _, tiles, halves, m, planes = moving.shape
     flat = moving.flatten_dims(1, 2).permute((0, 1, 3, 2))
-    spread = nl.ndarray((P, tiles * halves, planes, blocks, m), dtype=nl.bfloat16, buffer=nl.sbuf)
+    if NARROW_M < m <= FEW_M:
+        by_row = nl.ndarray((P, tiles * halves, planes, m, blocks), dtype=nl.bfloat16, buffer=nl.sbuf)
+        spread = by_row.permute((0, 1, 2, 4, 3))
+    else:
+        spread = nl.ndarray((P, tiles * halves, planes, blocks, m), dtype=nl.bfloat16, buffer=nl.sbuf)
     mask = block_mask(blocks, unit)
     for group in k_groups(k, P * halves * planes, tiles):
         first = group.first * halves

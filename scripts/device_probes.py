@@ -1,275 +1,131 @@
 """Probes for the first hour on a device: a tiny kernel for each form that no public kernel shows, with its verdict.
 
     python scripts/device_probes.py             # on AWS's simulator where `nki` is installed, else on the emulator
-    python scripts/device_probes.py --device    # on a Neuron device, with the time of a call
+    python scripts/device_probes.py --device    # on a Neuron device, with the time of a call, and rates
 
-Each probe compares bytes with what the form should give. A probe that fails or is refused names, in docs/kernels.md and
-the emulator's README, what to do instead.
+Each probe compares what comes out with what the form should give. A probe that fails or is refused says what to do
+instead; docs/kernels.md, docs/attention.md and docs/index_and_pool.md say which kernels it concerns.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import click
 import torch
 
-sys.path.extend(str(Path(__file__).resolve().parents[1] / part) for part in ("", "tests"))
-from nki_emulator import installed, run
+sys.path.extend(str(Path(__file__).resolve().parents[1] / part) for part in ("", "tests", "scripts"))
+from nki_emulator import run
+from probe_kernels.attention import attention_probes, attention_rates
+from probe_kernels.forms import Probe, RateProbe
+from probe_kernels.gemm import gemm_probes
+from probe_kernels.index_and_pool import index_and_pool_probes
+from probe_kernels.norm_and_streams import norm_and_stream_probes
 
-with installed():
-    import nki
-    import nki.isa as nisa
-    import nki.language as nl
-
-P = 128
 CALLS = 20
 """Calls that a time is taken over."""
 
+TOP_K = 512
+TOP_K_ENTRIES = (4096, 16384, 65536, 131072)
 
-@nki.jit  # type: ignore[untyped-decorator]
-def stepped_stationary(codes: Any, x: Any) -> Any:
-    """Every second byte of uint8 [128, 256] as e4m3, transposed, times bf16 [128, 64]."""
-    return _multiplied(codes, x, 0, 2)
-
-
-@nki.jit  # type: ignore[untyped-decorator]
-def contiguous_stationary(codes: Any, x: Any) -> Any:
-    """The first 128 bytes of a row as e4m3: the time to compare the stepped one with."""
-    return _multiplied(codes, x, 0, 1)
-
-
-def _multiplied(codes: Any, x: Any, first: int, step: int) -> Any:
-    weights = nl.ndarray((P, 256), dtype=nl.uint8, buffer=nl.sbuf)
-    moving = nl.ndarray((P, 64), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.dma_copy(dst=weights, src=codes)
-    nisa.dma_copy(dst=moving, src=x)
-    total = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.psum)
-    stationary = weights.view(nl.float8_e4m3)[:, first : first + P * step : step]
-    nisa.nc_matmul(dst=total, stationary=stationary, moving=moving, accumulate=False)
-    return _stored(total, (P, 64), nl.float32)
-
-
-@nki.jit  # type: ignore[untyped-decorator]
-def e5m2_stationary(codes: Any, x: Any) -> Any:
-    """uint8 [128, 128] as e5m2, subnormals among them, transposed, times bf16 [128, 64]."""
-    weights = nl.ndarray((P, P), dtype=nl.uint8, buffer=nl.sbuf)
-    moving = nl.ndarray((P, 64), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.dma_copy(dst=weights, src=codes)
-    nisa.dma_copy(dst=moving, src=x)
-    total = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=total, stationary=weights.view(nl.float8_e5m2), moving=moving, accumulate=False)
-    return _stored(total, (P, 64), nl.float32)
-
-
-def _stored(tile: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    copied = nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=copied, src=tile)
-    out = nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=out, src=copied)
-    return out
-
-
-@nki.jit  # type: ignore[untyped-decorator]
-def dma_between_ranks(x: Any) -> Any:
-    """bf16 [4, 64, 32] in HBM into a tile [4, 2048] and back: equal counts, unlike ranks."""
-    tile = nl.ndarray((4, 2048), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.dma_copy(dst=tile, src=x)
-    out = nl.ndarray((4, 64, 32), dtype=nl.bfloat16, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=out, src=tile)
-    return out
-
-
-@nki.jit  # type: ignore[untyped-decorator]
-def dma_of_permuted_tiles(x: Any) -> Any:
-    """uint8 [3, 128, 64] in HBM into [128, 3, 64], as spans of a weight are loaded."""
-    tile = nl.ndarray((P, 3, 64), dtype=nl.uint8, buffer=nl.sbuf)
-    nisa.dma_copy(dst=tile, src=x.permute((1, 0, 2)))
-    out = nl.ndarray((P, 3, 64), dtype=nl.uint8, buffer=nl.shared_hbm)
-    nisa.dma_copy(dst=out, src=tile)
-    return out
-
-
-@nki.jit  # type: ignore[untyped-decorator]
-def engines_write_psum(x: Any) -> Any:
-    """VectorE and ScalarE write a PSUM tile that VectorE reads, as weighted sums do."""
-    tile = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=tile, src=x)
-    bank = nl.ndarray((P, 2, 64), dtype=nl.float32, buffer=nl.psum)
-    nisa.tensor_scalar(dst=bank[:, 0, :], data=tile, op0=nl.multiply, operand0=2.0)
-    nisa.activation(dst=bank[:, 1, :], op=nl.copy, data=tile, scale=3.0)
-    total = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=total, src=bank[:, 0, :])
-    nisa.tensor_tensor(dst=total, data1=bank[:, 1, :], data2=total, op=nl.add)
-    return _stored(total, (P, 64), nl.float32)
-
-
-@nki.jit  # type: ignore[untyped-decorator]
-def fp8_view_in_sbuf(codes: Any) -> Any:
-    """uint8 codes of e4m3, subnormals among them, times 2.0 by ScalarE, to fp32."""
-    tile = nl.ndarray((P, 256), dtype=nl.uint8, buffer=nl.sbuf)
-    nisa.dma_copy(dst=tile, src=codes)
-    wide = nl.ndarray((P, 256), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(dst=wide, op=nl.copy, data=tile.view(nl.float8_e4m3), scale=2.0)
-    return _stored(wide, (P, 256), nl.float32)
-
-
-@nki.jit  # type: ignore[untyped-decorator]
-def int32_in_psum(x: Any) -> Any:
-    """int32 copied into PSUM, shifted there, and copied out."""
-    tile = nl.ndarray((P, 64), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=tile, src=x)
-    bank = nl.ndarray((P, 64), dtype=nl.int32, buffer=nl.psum)
-    nisa.tensor_copy(dst=bank, src=tile, engine=nisa.engine.vector)
-    nisa.tensor_scalar(dst=tile, data=bank, op0=nl.left_shift, operand0=3)
-    return _stored(tile, (P, 64), nl.int32)
-
-
-@nki.jit  # type: ignore[untyped-decorator]
-def masks_with_the_top_bit(x: Any) -> Any:
-    """(word << 1) & 0x8E8E8E8E on VectorE: an immediate with its top bit set."""
-    tile = nl.ndarray((P, 64), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=tile, src=x)
-    mask = 0x8E8E8E8E - (1 << 32)
-    nisa.tensor_scalar(dst=tile, data=tile, op0=nl.left_shift, operand0=1, op1=nl.bitwise_and, operand1=mask)
-    return _stored(tile, (P, 64), nl.int32)
-
-
-@nki.jit  # type: ignore[untyped-decorator]
-def half_of_signed_bytes(x: Any) -> Any:
-    """int8 / 2 - 1/4 on ScalarE, rounded to nearest: an arithmetic shift right."""
-    tile = nl.ndarray((P, 256), dtype=nl.int8, buffer=nl.sbuf)
-    down = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=tile, src=x)
-    nisa.memset(dst=down, value=-0.25)
-    halves = nl.ndarray((P, 256), dtype=nl.int8, buffer=nl.sbuf)
-    nisa.activation(dst=halves, op=nl.copy, data=tile, scale=0.5, bias=down)
-    return _stored(halves, (P, 256), nl.int8)
-
-
-@nki.jit  # type: ignore[untyped-decorator]
-def loop_of_no_trip(x: Any, flag: Any) -> Any:
-    """Zeros, overwritten with x in a loop whose trip count is the flag: order of DMAs, and tiles of a loop's body."""
-    out = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.shared_hbm)
-    zeros = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=zeros, value=0.0)
-    nisa.dma_copy(dst=out, src=zeros)
-    trips = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=trips, src=flag)
-    register = nisa.register_alloc()
-    nisa.register_load(register, trips)
-
-    def once(_index: Any) -> None:
-        tile = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=tile, src=x)
-        nisa.dma_copy(dst=out, src=tile)
-
-    nl.fori_loop(0, register, once)
-    return out
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A kernel, its arguments, what it must return bit for bit, and what to do where it does not."""
-
-    kernel: Any
-    arguments: tuple[torch.Tensor, ...]
-    expected: torch.Tensor
-    otherwise: str
+Outcome: TypeAlias = tuple[torch.Tensor, float | None]
+"""What a kernel returned, and the mean seconds of a call where they were taken."""
+Execute: TypeAlias = Callable[[Probe], Outcome]
 
 
 def probes() -> tuple[Probe, ...]:
-    """All probes, with arguments whose sums are exact."""
-    generator = torch.Generator().manual_seed(0)
-    small = torch.tensor([0x00, 0x38, 0xB8, 0x40, 0x04], dtype=torch.uint8)
-    codes = small[torch.randint(5, (P, 256), generator=generator)]
-    x = torch.randint(-3, 4, (P, 64), generator=generator).bfloat16()
-    values = codes.view(torch.float8_e4m3fn).float()
-    fives = torch.tensor([0x00, 0x02, 0x04, 0x8C], dtype=torch.uint8)[torch.randint(4, (P, P), generator=generator)]
-    words = torch.randint(-(2**31), 2**31 - 1, (P, 64), generator=generator, dtype=torch.int32)
-    little = words & 0xFFFF
-    floats = torch.randint(-9, 9, (P, 64), generator=generator).float()
-    every = torch.arange(256, dtype=torch.uint8).repeat(P, 1)
-    finite = every & 0xF7
-    rows = torch.randint(-9, 9, (4, 64, 32), generator=generator).bfloat16()
-    tiles = torch.randint(256, (3, P, 64), generator=generator, dtype=torch.uint8)
-    zero, one = (torch.tensor([[flag]], dtype=torch.int32) for flag in (0, 1))
-    retreat = "use `convert --layout kernel`, whose stationaries are contiguous"
-    return (
-        Probe(
-            contiguous_stationary, (codes, x), values[:, :P].T @ x.float(), "no fp8 GEMM kernel works: turn them off"
-        ),
-        Probe(stepped_stationary, (codes, x), values[:, ::2].T @ x.float(), retreat),
-        Probe(
-            e5m2_stationary, (fives, x), fives.view(torch.float8_e5m2).float().T @ x.float(), "use the stored layout"
-        ),
-        Probe(dma_between_ranks, (rows,), rows, "reshape the HBM side, or a DMA for each row"),
-        Probe(dma_of_permuted_tiles, (tiles,), tiles.permute(1, 0, 2).contiguous(), "a DMA for each k tile"),
-        Probe(engines_write_psum, (floats,), 5 * floats, "sum in SBUF, at twice the cycles"),
-        Probe(
-            fp8_view_in_sbuf,
-            (finite,),
-            2 * (finite).view(torch.float8_e4m3fn).float(),
-            "widen with a matmul by identity",
-        ),
-        Probe(int32_in_psum, (little,), little << 3, "none of the kernels needs it: bit work is in SBUF"),
-        Probe(masks_with_the_top_bit, (words,), (words << 1) & (0x8E8E8E8E - (1 << 32)), "a [128, 1] tile as operand"),
-        Probe(
-            half_of_signed_bytes, (every.view(torch.int8),), every.view(torch.int8) >> 1, "VectorE's bitwise operators"
-        ),
-        Probe(loop_of_no_trip, (floats, zero), torch.zeros_like(floats), "no gated kernels: linear_qdq instead"),
-        Probe(loop_of_no_trip, (floats, one), floats, "no gated kernels: linear_qdq instead"),
-    )
+    """All probes that are right or wrong wherever they run."""
+    return (*gemm_probes(), *attention_probes(), *index_and_pool_probes(), *norm_and_stream_probes())
 
 
-def _on_host(kernel: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, str]:
-    output = run(kernel, *arguments).output
-    return output, ""
+def rates() -> tuple[RateProbe, ...]:
+    """All probes of times."""
+    return attention_rates()
 
 
-def _on_device(kernel: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, str]:
+def _on_host(probe: Probe) -> Outcome:
+    output = run(probe.kernel, *probe.arguments, grid=probe.grid if probe.grid > 1 else None).output
+    return output if isinstance(output, torch.Tensor) else torch.from_numpy(output), None
+
+
+def _on_device(probe: Probe) -> Outcome:
     """On the Neuron device, with the mean time of a call: mostly the launch, so compare probes with each other."""
     from deepinfer_prep.runtime import neuron
 
-    call = neuron.wrap_nki()(kernel)[(1,)]
-    placed = [argument.to("neuron") for argument in arguments]
+    call = neuron.wrap_nki()(probe.kernel)[(probe.grid,)]
+    placed = [argument.to("neuron") if isinstance(argument, torch.Tensor) else argument for argument in probe.arguments]
     output = call(*placed).cpu()
+    return output, _mean_seconds(lambda: call(*placed))
+
+
+def _mean_seconds(call: Callable[[], torch.Tensor]) -> float:
     started = time.perf_counter()
     for _ in range(CALLS):
-        last = call(*placed)
+        last = call()
     last.cpu()
-    return output, f"{(time.perf_counter() - started) / CALLS * 1e6:.0f} us a call"
+    return (time.perf_counter() - started) / CALLS
 
 
-def verdict(
-    probe: Probe, execute: Callable[[Any, tuple[torch.Tensor, ...]], tuple[torch.Tensor, str]]
-) -> tuple[bool, str]:
+def verdict(probe: Probe, execute: Execute) -> tuple[bool, str]:
     """Whether the probe holds, and the line that says so."""
     name = probe.kernel.__name__
     try:
-        found, timing = execute(probe.kernel, probe.arguments)
+        found, seconds = execute(probe)
     except Exception as error:  # A compiler's refusal is a finding like any other.
-        return (
-            False,
-            f"REFUSED {name}: {type(error).__name__}: {str(error).splitlines()[0]}. Instead: {probe.otherwise}",
-        )
-    different = int((found != probe.expected).sum())
+        return False, f"REFUSED {name}: {_first_line(error)}. Instead: {probe.otherwise}"
+    different = probe.differences(found)
     if different:
         return False, f"WRONG   {name}: {different} of {found.numel()} values differ. Instead: {probe.otherwise}"
-    return True, f"holds   {name} {timing}".rstrip()
+    return True, f"holds   {name}" + ("" if seconds is None else f" {seconds * 1e6:.0f} us a call")
+
+
+def rate_verdict(probe: RateProbe, execute: Execute) -> tuple[bool, str]:
+    """Whether one more takes no longer than it may, and the line that says so; without times, only results count."""
+    seconds = []
+    for part in (probe.less, probe.more):
+        good, line = verdict(part, execute)
+        if not good:
+            return False, line
+        seconds.append(execute(part)[1])
+    before, after = seconds
+    if before is None or after is None:
+        return True, f"holds   {probe.what} (right; its time is a device's to say)"
+    each = (after - before) / probe.extra
+    figures = f"{each * 1e6:.2f} us each, at most {probe.limit * 1e6:.2f}"
+    if each > probe.limit:
+        return False, f"SLOW    {probe.what}: {figures}. Instead: {probe.otherwise}"
+    return True, f"holds   {probe.what}: {figures}"
+
+
+def top_k_lines() -> list[str]:
+    """What torch.topk takes on the device, for the decision in docs/index_and_pool.md: figures, no verdict."""
+    lines = []
+    for entries in TOP_K_ENTRIES:
+        scores = torch.randn((1, entries)).to("neuron")
+        seconds = _mean_seconds(lambda scores=scores: torch.topk(scores, TOP_K).indices)  # type: ignore[misc]
+        lines.append(f"time    torch.topk of {TOP_K} of {entries}: {seconds * 1e6:.0f} us a call")
+    return lines
+
+
+def _first_line(error: Exception) -> str:
+    lines: Sequence[str] = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 @click.command()
 @click.option("--device", is_flag=True, help="Run on the Neuron device and time the calls.")
 def main(device: bool) -> None:
     """Print a verdict for each probe; the exit status is 1 if one fails."""
-    outcomes = [verdict(probe, _on_device if device else _on_host) for probe in probes()]
+    execute = _on_device if device else _on_host
+    outcomes = [verdict(probe, execute) for probe in probes()]
+    outcomes += [rate_verdict(probe, execute) for probe in rates()]
     for _, line in outcomes:
+        print(line)
+    for line in top_k_lines() if device else []:
         print(line)
     sys.exit(0 if all(good for good, _ in outcomes) else 1)
 

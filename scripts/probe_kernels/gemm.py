@@ -1,0 +1,192 @@
+"""Probes of the GEMM kernels: operands of TensorE, bit work, DMAs, and dynamic loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from nki_emulator import installed
+
+from probe_kernels.forms import P, Probe, stored
+
+with installed():
+    import nki
+    import nki.isa as nisa
+    import nki.language as nl
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def stepped_stationary(codes: Any, x: Any) -> Any:
+    """Every second byte of uint8 [128, 256] as e4m3, transposed, times bf16 [128, 64]."""
+    return _multiplied(codes, x, 0, 2)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def contiguous_stationary(codes: Any, x: Any) -> Any:
+    """The first 128 bytes of a row as e4m3: the time to compare the stepped one with."""
+    return _multiplied(codes, x, 0, 1)
+
+
+def _multiplied(codes: Any, x: Any, first: int, step: int) -> Any:
+    weights = nl.ndarray((P, 256), dtype=nl.uint8, buffer=nl.sbuf)
+    moving = nl.ndarray((P, 64), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.dma_copy(dst=weights, src=codes)
+    nisa.dma_copy(dst=moving, src=x)
+    total = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.psum)
+    stationary = weights.view(nl.float8_e4m3)[:, first : first + P * step : step]
+    nisa.nc_matmul(dst=total, stationary=stationary, moving=moving, accumulate=False)
+    return stored(total, (P, 64), nl.float32)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def e5m2_stationary(codes: Any, x: Any) -> Any:
+    """uint8 [128, 128] as e5m2, subnormals among them, transposed, times bf16 [128, 64]."""
+    weights = nl.ndarray((P, P), dtype=nl.uint8, buffer=nl.sbuf)
+    moving = nl.ndarray((P, 64), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.dma_copy(dst=weights, src=codes)
+    nisa.dma_copy(dst=moving, src=x)
+    total = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=total, stationary=weights.view(nl.float8_e5m2), moving=moving, accumulate=False)
+    return stored(total, (P, 64), nl.float32)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def dma_between_ranks(x: Any) -> Any:
+    """bf16 [4, 64, 32] in HBM into a tile [4, 2048] and back: equal counts, unlike ranks."""
+    tile = nl.ndarray((4, 2048), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile, src=x)
+    out = nl.ndarray((4, 64, 32), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=out, src=tile)
+    return out
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def dma_of_permuted_tiles(x: Any) -> Any:
+    """uint8 [3, 128, 64] in HBM into [128, 3, 64], as spans of a weight are loaded."""
+    tile = nl.ndarray((P, 3, 64), dtype=nl.uint8, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile, src=x.permute((1, 0, 2)))
+    out = nl.ndarray((P, 3, 64), dtype=nl.uint8, buffer=nl.shared_hbm)
+    nisa.dma_copy(dst=out, src=tile)
+    return out
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def engines_write_psum(x: Any) -> Any:
+    """VectorE and ScalarE write a PSUM tile that VectorE reads, as weighted sums do."""
+    tile = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile, src=x)
+    bank = nl.ndarray((P, 2, 64), dtype=nl.float32, buffer=nl.psum)
+    nisa.tensor_scalar(dst=bank[:, 0, :], data=tile, op0=nl.multiply, operand0=2.0)
+    nisa.activation(dst=bank[:, 1, :], op=nl.copy, data=tile, scale=3.0)
+    total = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=total, src=bank[:, 0, :])
+    nisa.tensor_tensor(dst=total, data1=bank[:, 1, :], data2=total, op=nl.add)
+    return stored(total, (P, 64), nl.float32)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def fp8_view_in_sbuf(codes: Any) -> Any:
+    """uint8 codes of e4m3, subnormals among them, times 2.0 by ScalarE, to fp32."""
+    tile = nl.ndarray((P, 256), dtype=nl.uint8, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile, src=codes)
+    wide = nl.ndarray((P, 256), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=wide, op=nl.copy, data=tile.view(nl.float8_e4m3), scale=2.0)
+    return stored(wide, (P, 256), nl.float32)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def int32_in_psum(x: Any) -> Any:
+    """int32 copied into PSUM, shifted there, and copied out."""
+    tile = nl.ndarray((P, 64), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile, src=x)
+    bank = nl.ndarray((P, 64), dtype=nl.int32, buffer=nl.psum)
+    nisa.tensor_copy(dst=bank, src=tile, engine=nisa.engine.vector)
+    nisa.tensor_scalar(dst=tile, data=bank, op0=nl.left_shift, operand0=3)
+    return stored(tile, (P, 64), nl.int32)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def masks_with_the_top_bit(x: Any) -> Any:
+    """(word << 1) & 0x8E8E8E8E on VectorE: an immediate with its top bit set."""
+    tile = nl.ndarray((P, 64), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile, src=x)
+    mask = 0x8E8E8E8E - (1 << 32)
+    nisa.tensor_scalar(dst=tile, data=tile, op0=nl.left_shift, operand0=1, op1=nl.bitwise_and, operand1=mask)
+    return stored(tile, (P, 64), nl.int32)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def half_of_signed_bytes(x: Any) -> Any:
+    """int8 / 2 - 1/4 on ScalarE, rounded to nearest: an arithmetic shift right."""
+    tile = nl.ndarray((P, 256), dtype=nl.int8, buffer=nl.sbuf)
+    down = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile, src=x)
+    nisa.memset(dst=down, value=-0.25)
+    halves = nl.ndarray((P, 256), dtype=nl.int8, buffer=nl.sbuf)
+    nisa.activation(dst=halves, op=nl.copy, data=tile, scale=0.5, bias=down)
+    return stored(halves, (P, 256), nl.int8)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def loop_of_no_trip(x: Any, flag: Any) -> Any:
+    """Zeros, overwritten with x in a loop whose trip count is the flag: order of DMAs, and tiles of a loop's body."""
+    out = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.shared_hbm)
+    zeros = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=zeros, value=0.0)
+    nisa.dma_copy(dst=out, src=zeros)
+    trips = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=trips, src=flag)
+    register = nisa.register_alloc()
+    nisa.register_load(register, trips)
+
+    def once(_index: Any) -> None:
+        tile = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile, src=x)
+        nisa.dma_copy(dst=out, src=tile)
+
+    nl.fori_loop(0, register, once)
+    return out
+
+
+def gemm_probes() -> tuple[Probe, ...]:
+    """With arguments whose sums are exact."""
+    generator = torch.Generator().manual_seed(0)
+    small = torch.tensor([0x00, 0x38, 0xB8, 0x40, 0x04], dtype=torch.uint8)
+    codes = small[torch.randint(5, (P, 256), generator=generator)]
+    x = torch.randint(-3, 4, (P, 64), generator=generator).bfloat16()
+    values = codes.view(torch.float8_e4m3fn).float()
+    fives = torch.tensor([0x00, 0x02, 0x04, 0x8C], dtype=torch.uint8)[torch.randint(4, (P, P), generator=generator)]
+    words = torch.randint(-(2**31), 2**31 - 1, (P, 64), generator=generator, dtype=torch.int32)
+    little = words & 0xFFFF
+    floats = torch.randint(-9, 9, (P, 64), generator=generator).float()
+    every = torch.arange(256, dtype=torch.uint8).repeat(P, 1)
+    finite = every & 0xF7
+    rows = torch.randint(-9, 9, (4, 64, 32), generator=generator).bfloat16()
+    tiles = torch.randint(256, (3, P, 64), generator=generator, dtype=torch.uint8)
+    zero, one = (torch.tensor([[flag]], dtype=torch.int32) for flag in (0, 1))
+    retreat = "use `convert --layout kernel`, whose stationaries are contiguous"
+    return (
+        Probe(
+            contiguous_stationary, (codes, x), values[:, :P].T @ x.float(), "no fp8 GEMM kernel works: turn them off"
+        ),
+        Probe(stepped_stationary, (codes, x), values[:, ::2].T @ x.float(), retreat),
+        Probe(
+            e5m2_stationary, (fives, x), fives.view(torch.float8_e5m2).float().T @ x.float(), "use the stored layout"
+        ),
+        Probe(dma_between_ranks, (rows,), rows, "reshape the HBM side, or a DMA for each row"),
+        Probe(dma_of_permuted_tiles, (tiles,), tiles.permute(1, 0, 2).contiguous(), "a DMA for each k tile"),
+        Probe(engines_write_psum, (floats,), 5 * floats, "sum in SBUF, at twice the cycles"),
+        Probe(
+            fp8_view_in_sbuf,
+            (finite,),
+            2 * (finite).view(torch.float8_e4m3fn).float(),
+            "widen with a matmul by identity",
+        ),
+        Probe(int32_in_psum, (little,), little << 3, "none of the kernels needs it: bit work is in SBUF"),
+        Probe(masks_with_the_top_bit, (words,), (words << 1) & (0x8E8E8E8E - (1 << 32)), "a [128, 1] tile as operand"),
+        Probe(
+            half_of_signed_bytes, (every.view(torch.int8),), every.view(torch.int8) >> 1, "VectorE's bitwise operators"
+        ),
+        Probe(loop_of_no_trip, (floats, zero), torch.zeros_like(floats), "no gated kernels: linear_qdq instead"),
+        Probe(loop_of_no_trip, (floats, one), floats, "no gated kernels: linear_qdq instead"),
+    )
