@@ -129,6 +129,19 @@ def exp_of_scores(scores: Any, maxima: Any) -> Any:
 
 
 @nki.jit  # type: ignore[untyped-decorator]
+def exp_and_sum_from_psum(scores: Any, maxima: Any) -> Any:
+    """The fp32 sums of exp(score - maximum), in bf16, of fp32 [64, 128] in PSUM less fp32 [64, 1]."""
+    tile = loaded(scores)
+    bias = loaded(maxima)
+    bank = nl.ndarray((64, P), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_transpose(dst=bank, data=tile)
+    shares = nl.ndarray((64, P), dtype=nl.bfloat16, buffer=nl.sbuf)
+    total = nl.ndarray((64, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation_reduce(dst=shares, op=nl.exp, data=bank, reduce_op=nl.add, reduce_res=total, bias=bias)
+    return stored(total, (64, 1), nl.float32)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
 def maximum_beside_a_nan(scores: Any) -> Any:
     """The negated largest of fp32 [128, 64], of which one row holds a NaN."""
     tile = loaded(scores)
@@ -153,6 +166,8 @@ def attention_probes() -> tuple[Probe, ...]:
     kept = torch.where(masks == 0, torch.zeros((), dtype=torch.bfloat16), keys)
     scores = torch.tensor([0.0, -1e37, -3e38, -(2.0**126), -200.0, -104.0, 0.0, -1e30]).repeat(P, 1)
     shares = torch.tensor([1.0, 0, 0, 0, 0, 0, 1.0, 0]).repeat(P, 1).bfloat16()
+    zeros_and_far = torch.where(torch.rand((P, 64), generator=generator) < 0.5, 0.0, -200.0)
+    counts = (zeros_and_far == 0).sum(dim=0).float()[:, None]
     many = torch.randn((P, 64), generator=generator)
     largest = -many.amax(dim=1, keepdim=True)
     many[5, 7] = float("nan")
@@ -168,6 +183,7 @@ def attention_probes() -> tuple[Probe, ...]:
         Probe(int32_to_row_numbers, (whole,), numbers, lists),
         Probe(mask_of_each_partition, (keys, masks), kept, "select_reduce with zeros"),
         Probe(exp_of_scores, (scores, torch.zeros((P, 1))), shares, "cut scores to [-88, 0] first", tolerance=2.0**-9),
+        Probe(exp_and_sum_from_psum, (zeros_and_far, torch.zeros((64, 1))), counts, lists, tolerance=2.0**-9),
         Probe(maximum_beside_a_nan, (many,), largest, "replace NaN in the cache as it is written", free=not_five),
     )
 

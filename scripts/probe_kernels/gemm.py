@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from nki_emulator import installed
 
-from probe_kernels.forms import P, Probe, stored
+from probe_kernels.forms import P, Probe, loaded, stored
 
 with installed():
     import nki
@@ -148,6 +148,58 @@ def loop_of_no_trip(x: Any, flag: Any) -> Any:
     return out
 
 
+@nki.jit  # type: ignore[untyped-decorator]
+def bf16_out_of_psum_on_scalar(x: Any) -> Any:
+    """bf16 [128, 64] through TensorE's transpose, copied out of PSUM by ScalarE: NaN and all."""
+    tile = loaded(x)
+    bank = nl.ndarray((64, P), dtype=nl.bfloat16, buffer=nl.psum)
+    nisa.nc_transpose(dst=bank, data=tile)
+    copied = nl.ndarray((64, P), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=copied, src=bank, engine=nisa.engine.scalar)
+    return stored(copied, (64, P), nl.bfloat16)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def scaled_on_scalar(x: Any, factors: Any) -> Any:
+    """tensor_scalar of bf16 [128, 64] by fp32 [128, 1] on ScalarE, every second element of it."""
+    tile = loaded(x)
+    factor = loaded(factors)
+    y = nl.ndarray((P, 32), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=y, data=tile[:, 0:64:2], op0=nl.multiply, operand0=factor, engine=nisa.engine.scalar)
+    return stored(y, (P, 32), nl.bfloat16)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def exponent_bytes(codes: Any) -> Any:
+    """uint8 [128, 256] to int32 on ScalarE, shifted to an fp32 exponent: 2^(b - 127), and 0.0 for byte 0."""
+    tile = loaded(codes)
+    bits = nl.ndarray((P, 256), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=bits, src=tile, engine=nisa.engine.scalar)
+    nisa.tensor_scalar(dst=bits, data=bits, op0=nl.left_shift, operand0=23)
+    return stored(bits.view(nl.float32), (P, 256), nl.float32)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def words_joined(a: Any, b: Any) -> Any:
+    """Bitwise or of two int32 [128, 64] on VectorE."""
+    left = loaded(a)
+    right = loaded(b)
+    nisa.tensor_tensor(dst=left, data1=left, data2=right, op=nl.bitwise_or)
+    return stored(left, (P, 64), nl.int32)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
+def rounded_to_e4m3(x: Any, inverse: Any) -> Any:
+    """bf16 [128, 64] times fp32 [128, 64], rounded to e4m3 by VectorE to nearest even, and widened again."""
+    tile = loaded(x)
+    factors = loaded(inverse)
+    codes = nl.ndarray((P, 64), dtype=nl.float8_e4m3, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=codes, data1=tile, data2=factors, op=nl.multiply)
+    wide = nl.ndarray((P, 64), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=wide, data1=codes, data2=factors, op=nl.multiply)
+    return stored(wide, (P, 64), nl.float32)
+
+
 def gemm_probes() -> tuple[Probe, ...]:
     """With arguments whose sums are exact."""
     generator = torch.Generator().manual_seed(0)
@@ -164,6 +216,14 @@ def gemm_probes() -> tuple[Probe, ...]:
     rows = torch.randint(-9, 9, (4, 64, 32), generator=generator).bfloat16()
     tiles = torch.randint(256, (3, P, 64), generator=generator, dtype=torch.uint8)
     zero, one = (torch.tensor([[flag]], dtype=torch.int32) for flag in (0, 1))
+    special = x.clone()
+    special[0, :3] = torch.tensor([float("nan"), float("-inf"), -0.0]).bfloat16()
+    factors = torch.exp2(torch.randint(-9, 9, (P, 1), generator=generator).float())
+    powers = torch.exp2(torch.arange(256).double() - 127).float()
+    powers[0], powers[255] = 0.0, float("inf")
+    fine = (torch.randn((P, 64), generator=generator).clamp(-3, 3) * 70).bfloat16()
+    fine[0, :4] = torch.tensor([17.0, 19.0, 2.0**-10, 3 * 2.0**-10]).bfloat16()  # halfway between two codes
+    ones = torch.ones((P, 64))
     retreat = "use `convert --layout kernel`, whose stationaries are contiguous"
     return (
         Probe(
@@ -187,6 +247,11 @@ def gemm_probes() -> tuple[Probe, ...]:
         Probe(
             half_of_signed_bytes, (every.view(torch.int8),), every.view(torch.int8) >> 1, "VectorE's bitwise operators"
         ),
+        Probe(bf16_out_of_psum_on_scalar, (special,), special.T.contiguous(), "VectorE copies, in engine_balance"),
+        Probe(scaled_on_scalar, (x, factors), (x[:, ::2].float() * factors).bfloat16(), "activation with copy"),
+        Probe(exponent_bytes, (every,), powers.repeat(P, 1), "the copy on VectorE"),
+        Probe(words_joined, (words, words.flip(0)), words | words.flip(0), "add: no bit is in both"),
+        Probe(rounded_to_e4m3, (fine, ones), fine.to(torch.float8_e4m3fn).float(), "the GEMMs without round trip"),
         Probe(loop_of_no_trip, (floats, zero), torch.zeros_like(floats), "no gated kernels: linear_qdq instead"),
         Probe(loop_of_no_trip, (floats, one), floats, "no gated kernels: linear_qdq instead"),
     )
