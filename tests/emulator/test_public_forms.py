@@ -93,6 +93,24 @@ def test_a_matmul_that_decides_for_itself_may_find_zeros() -> None:
     np.testing.assert_allclose(execute(body, a, b).output, 2 * (a.T @ b), rtol=1e-4, atol=1e-4)
 
 
+def test_a_matmul_that_decides_for_itself_in_a_loop_has_a_tile_of_the_trip() -> None:
+    a, b = random((P, 8)), random((P, 16), 1)
+
+    def body(x: Any, y: Any) -> Any:
+        left, right, out = load(x), load(y), empty((8, 16))
+
+        def trip(_index: Any) -> None:
+            total = empty((8, 16), buffer=nl.psum)
+            for _ in range(2):
+                nisa.nc_matmul(dst=total, stationary=left, moving=right)
+            nisa.tensor_copy(dst=out, src=total)
+
+        nl.fori_loop(0, 3, trip)
+        return store(out)
+
+    np.testing.assert_allclose(execute(body, a, b).output, 2 * (a.T @ b), rtol=1e-4, atol=1e-4)
+
+
 def test_a_value_that_is_searched_more_often_than_it_stands_there_gives_its_first_place() -> None:
     data = random((P, 16))
     largest = np.repeat(data.max(axis=1, keepdims=True), 8, axis=1)

@@ -162,7 +162,7 @@ LOOP_NESTING = Rule(
 )
 LOOP_ACCUMULATE = Rule(
     "loop-accumulate",
-    "inside a dynamic loop a matmul says accumulate=True or False",
+    "inside a dynamic loop a matmul onto a tile from outside it says accumulate=True or False",
     "emulator: what accumulate=None means over several trips is not documented",
 )
 

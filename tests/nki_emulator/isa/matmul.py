@@ -140,7 +140,8 @@ def _check_onezero(call: Call, *operands: tuple[str, Tensor, bool]) -> None:
 
 def _accumulates(call: Call, out: Tensor, accumulate: bool | None) -> bool:
     """Whether this matmul adds to dst; refuses what is undefined on trn2."""
-    if accumulate is None and call.program.loops:
+    of_this_trip = bool(call.program.scopes) and out.storage in call.program.scopes[-1]
+    if accumulate is None and call.program.loops and not of_this_trip:
         call.refuse(rules.LOOP_ACCUMULATE, "accumulate", "None")
     if accumulate not in (None, True, False):
         call.refuse(rules.OPERAND_KIND, "accumulate", f"{accumulate!r}")
