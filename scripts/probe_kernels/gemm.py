@@ -15,6 +15,9 @@ with installed():
     import nki.language as nl
 
 
+TOP_BIT_MASK = 0x8E8E8E8E - (1 << 32)
+
+
 @nki.jit  # type: ignore[untyped-decorator]
 def stepped_stationary(codes: Any, x: Any) -> Any:
     """Every second byte of uint8 [128, 256] as e4m3, transposed, times bf16 [128, 64]."""
@@ -110,8 +113,7 @@ def masks_with_the_top_bit(x: Any) -> Any:
     """(word << 1) & 0x8E8E8E8E on VectorE: an immediate with its top bit set."""
     tile = nl.ndarray((P, 64), dtype=nl.int32, buffer=nl.sbuf)
     nisa.dma_copy(dst=tile, src=x)
-    mask = 0x8E8E8E8E - (1 << 32)
-    nisa.tensor_scalar(dst=tile, data=tile, op0=nl.left_shift, operand0=1, op1=nl.bitwise_and, operand1=mask)
+    nisa.tensor_scalar(dst=tile, data=tile, op0=nl.left_shift, operand0=1, op1=nl.bitwise_and, operand1=TOP_BIT_MASK)
     return stored(tile, (P, 64), nl.int32)
 
 
@@ -243,7 +245,7 @@ def gemm_probes() -> tuple[Probe, ...]:
             "widen with a matmul by identity",
         ),
         Probe(int32_in_psum, (little,), little << 3, "none of the kernels needs it: bit work is in SBUF"),
-        Probe(masks_with_the_top_bit, (words,), (words << 1) & (0x8E8E8E8E - (1 << 32)), "a [128, 1] tile as operand"),
+        Probe(masks_with_the_top_bit, (words,), (words << 1) & TOP_BIT_MASK, "a [128, 1] tile as operand"),
         Probe(
             half_of_signed_bytes, (every.view(torch.int8),), every.view(torch.int8) >> 1, "VectorE's bitwise operators"
         ),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from nki_emulator.lint import lint_file
 
 from tests.kernels.cases import ON_SIMULATOR
 
@@ -36,6 +37,11 @@ def test_every_probe_holds_in_the_emulator(script: ModuleType) -> None:
     lines = [script.verdict(probe, script._on_host) for probe in script.probes()]
     lines += [script.rate_verdict(probe, script._on_host) for probe in script.rates()]
     assert all(good and line.startswith("holds") for good, line in lines), lines
+
+
+def test_probes_use_the_python_that_the_compiler_takes() -> None:
+    for path in sorted(SCRIPT.parent.glob("probe_kernels/*.py")):
+        assert not lint_file(path), path
 
 
 @on_emulator
