@@ -30,6 +30,7 @@ Scales stay in their stored order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ from deepinfer_prep.kernels.constants import BAND_ROWS, TWO_CORE_N_MULTIPLE
 from deepinfer_prep.quantized import Element
 
 U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
 
 LAYOUT_NAME = "k_major_bands"
 """What a manifest calls this layout."""
@@ -49,10 +51,14 @@ LAYOUT_VERSION = 1
 SUFFIX = ".nki"
 """A weight in this layout is stored as U8 under `<weight>.nki`, so that a loader that does not know it fails."""
 
-_WORD = 8
-"""Columns transposed together, as one 64-bit element."""
-_WORDS_AT_ONCE = 32
-"""Keeps the pieces of a transposition in the second-level cache: 512 rows * 32 words * 8 bytes."""
+_PAIR = 2
+"""Columns transposed together, as one 16-bit element."""
+_TILE_BYTES = 1024
+"""Columns of a tile: 512 rows of them stay in a cache of half a megabyte."""
+_MOST_TILES = 2
+"""Tiles that one operation goes through, one after the other: fewer would hand Python's lock around more often."""
+_PADDING = 8
+"""Bytes between rows that are read or written across: without, they would share a few sets of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,25 +123,104 @@ def slice_runs(n: int, row_bytes: int, rows: tuple[int, int], columns: tuple[int
     )
 
 
-def to_kernel_order(stored: U8, out: U8, element: Element) -> None:
-    """Transpose one band: stored bytes [rows, row bytes] into out [row bytes, rows], both contiguous."""
-    _transpose(stored, out)
-    _recode(out, element, _FP4_TO_KERNEL)
+class Transposer:
+    """Puts bands into the kernels' order and back, in memory that it keeps: new memory costs as much as the work.
+
+    A few tiles of columns at a time go through it, in pairs of columns. Casts part and join the pairs: they take 32
+    bytes an instruction, while a strided copy of bytes takes one.
+
+    Args:
+        memory: `MEMORY_BYTES` of it, aligned to 8 bytes; None for memory of its own.
+    """
+
+    MEMORY_BYTES = 2 * _MOST_TILES * BAND_ROWS * (_TILE_BYTES + _PADDING) + _MOST_TILES * BAND_ROWS * _TILE_BYTES
+
+    def __init__(self, memory: U8 | None = None) -> None:
+        memory = np.empty(self.MEMORY_BYTES, np.uint8) if memory is None else memory[: self.MEMORY_BYTES]
+        padded = _MOST_TILES * BAND_ROWS * (_TILE_BYTES + _PADDING)
+        self._tiles, self._columns, self._pairs = memory[:padded], memory[padded : 2 * padded], memory[2 * padded :]
+
+    def to_kernel_order(self, stored: U8, out: U8, element: Element) -> None:
+        """Transpose one band: stored bytes [rows, row bytes] into out [row bytes, rows], both contiguous."""
+        rows, row_bytes = stored.shape
+        for slab in _slabs(row_bytes):
+            tiles, pairs = self._memory_of(slab, rows)
+            part = slice(slab.first, slab.end)
+            np.copyto(tiles, stored[:, part].reshape(rows, slab.tiles, slab.width).transpose(1, 0, 2))
+            np.copyto(pairs, tiles.view(np.uint16).transpose(0, 2, 1))
+            _recode(pairs, element, _FP4_TO_KERNEL)
+            parted = out[part].reshape(slab.tiles, -1, _PAIR, rows)
+            np.copyto(parted[:, :, 0], pairs, casting="unsafe")
+            np.right_shift(pairs, 8, out=pairs)
+            np.copyto(parted[:, :, 1], pairs, casting="unsafe")
+        if row_bytes % _PAIR:
+            out[-1] = stored[:, -1]
+            _recode(out[-1], element, _FP4_TO_KERNEL)
+
+    def to_stored_order(self, band: U8, out: U8, element: Element) -> None:
+        """Undo `to_kernel_order`: a band's bytes [row bytes, rows] into out [rows, row bytes], both contiguous."""
+        row_bytes, rows = band.shape
+        for slab in _slabs(row_bytes):
+            tiles, pairs = self._memory_of(slab, rows)
+            part = slice(slab.first, slab.end)
+            parted = band[part].reshape(slab.tiles, -1, _PAIR, rows)
+            np.copyto(pairs, parted[:, :, 1])
+            np.left_shift(pairs, 8, out=pairs)
+            np.bitwise_or(pairs, parted[:, :, 0], out=pairs)
+            _recode(pairs, element, _FP4_TO_STORED)
+            columns = _padded(self._columns, slab.tiles * slab.width // _PAIR, _PAIR * rows).view(np.uint16)
+            np.copyto(columns.reshape(pairs.shape), pairs)
+            np.copyto(tiles.view(np.uint16), columns.reshape(pairs.shape).transpose(0, 2, 1))
+            np.copyto(out[:, part].reshape(rows, slab.tiles, slab.width), tiles.transpose(1, 0, 2))
+        if row_bytes % _PAIR:
+            last = band[-1].copy()
+            _recode(last, element, _FP4_TO_STORED)
+            out[:, -1] = last
+
+    def _memory_of(self, slab: _Slab, rows: int) -> tuple[U8, U16]:
+        """Tiles [tiles, rows, columns] with padded rows, and their pairs [tiles, columns / 2, rows], contiguous."""
+        tiles = _padded(self._tiles, slab.tiles * rows, slab.width).reshape(slab.tiles, rows, slab.width)
+        pairs = self._pairs[: (slab.end - slab.first) * rows].view(np.uint16)
+        return tiles, pairs.reshape(slab.tiles, -1, rows)
 
 
-def to_stored_order(band: U8, out: U8, element: Element) -> None:
-    """Undo `to_kernel_order`: a band's bytes [row bytes, rows] into out [rows, row bytes], both contiguous."""
-    _transpose_back(band, out)
-    _recode(out, element, _FP4_TO_STORED)
+@dataclass(frozen=True, slots=True)
+class _Slab:
+    """Columns from `first` on: `tiles` tiles of `width` columns."""
+
+    first: int
+    tiles: int
+    width: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.tiles * self.width
+
+
+@lru_cache(256)
+def _slabs(row_bytes: int) -> tuple[_Slab, ...]:
+    """Whole tiles, a few at a time, then what is left of whole pairs."""
+    whole, left = divmod(row_bytes // _PAIR * _PAIR, _TILE_BYTES)
+    found = [
+        _Slab(first * _TILE_BYTES, min(_MOST_TILES, whole - first), _TILE_BYTES)
+        for first in range(0, whole, _MOST_TILES)
+    ]
+    return (*found, _Slab(whole * _TILE_BYTES, 1, left)) if left else tuple(found)
+
+
+def _padded(memory: U8, rows: int, size: int) -> U8:
+    """Rows of `size` bytes in some memory, `_PADDING` bytes between them."""
+    return memory[: rows * (size + _PADDING)].reshape(rows, -1)[:, :size]
 
 
 def weight_to_kernel_order(stored: U8, element: Element) -> U8:
     """A whole weight, uint8 [n, row bytes], in this layout: the same shape, other bytes."""
     n, row_bytes = stored.shape
     out = np.empty_like(stored, order="C")
+    transposer = Transposer()
     for band in bands(n):
         target = out[band.first : band.end].reshape(row_bytes, band.rows)
-        to_kernel_order(np.ascontiguousarray(stored[band.first : band.end]), target, element)
+        transposer.to_kernel_order(np.ascontiguousarray(stored[band.first : band.end]), target, element)
     return out
 
 
@@ -143,9 +228,10 @@ def weight_to_stored_order(weight: U8, element: Element) -> U8:
     """Undo `weight_to_kernel_order`."""
     n, row_bytes = weight.shape
     out = np.empty_like(weight, order="C")
+    transposer = Transposer()
     for band in bands(n):
         source = np.ascontiguousarray(weight[band.first : band.end]).reshape(row_bytes, band.rows)
-        to_stored_order(source, out[band.first : band.end], element)
+        transposer.to_stored_order(source, out[band.first : band.end], element)
     return out
 
 
@@ -158,39 +244,8 @@ _FP4_TO_KERNEL = bytes(fp4_byte(stored) for stored in range(256))
 _FP4_TO_STORED = bytes(_FP4_TO_KERNEL.index(byte) for byte in range(256))
 
 
-def _recode(codes: U8, element: Element, table: bytes) -> None:
+def _recode(codes: U8 | U16, element: Element, table: bytes) -> None:
+    """Look every byte of contiguous fp4 codes up in a table."""
     if element == "e2m1":
-        flat = codes.reshape(-1)
+        flat = codes.reshape(-1).view(np.uint8)
         stringzilla.translate(flat.data, table, out=flat)
-
-
-def _transpose(stored: U8, out: U8) -> None:
-    """Eight columns at a time as 64-bit elements, then bytes within the cache: twice as fast as bytes at once."""
-    rows, row_bytes = stored.shape
-    if row_bytes % _WORD == 0:
-        whole = row_bytes // _WORD
-        words = stored.view(np.uint64)
-        target = out.reshape(whole, _WORD, rows)
-        # One piece of memory for all: new memory for each costs as much as a third of the work.
-        memory = np.empty((min(whole, _WORDS_AT_ONCE), rows), np.uint64)
-        for first in range(0, whole, _WORDS_AT_ONCE):
-            columns = slice(first, first + _WORDS_AT_ONCE)
-            piece = memory[: whole - first]
-            np.copyto(piece, words[:, columns].T)
-            np.copyto(target[columns], piece.view(np.uint8).reshape(-1, rows, _WORD).transpose(0, 2, 1))
-    else:
-        np.copyto(out, stored.T)
-
-
-def _transpose_back(band: U8, out: U8) -> None:
-    row_bytes, rows = band.shape
-    if row_bytes % _WORD == 0:
-        whole = row_bytes // _WORD
-        source = band.reshape(whole, _WORD, rows)
-        words = out.view(np.uint64)
-        for first in range(0, whole, _WORDS_AT_ONCE):
-            columns = slice(first, first + _WORDS_AT_ONCE)
-            piece = np.ascontiguousarray(source[columns].transpose(0, 2, 1))
-            np.copyto(words[:, columns], piece.view(np.uint64)[:, :, 0].T)
-    else:
-        np.copyto(out, band.T)

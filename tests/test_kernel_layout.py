@@ -10,7 +10,18 @@ from deepinfer_prep import kernel_layout
 from deepinfer_prep.kernel_layout import Band
 from deepinfer_prep.quantized import Element
 
-SIZES = ((1, 8), (32, 128), (96, 13), (288, 64), (512, 2304), (640, 72), (1280, 136), (1056, 40), (2304, 16))
+SIZES = (
+    (1, 8),
+    (32, 128),
+    (96, 13),
+    (288, 64),
+    (512, 2304),
+    (640, 72),
+    (1280, 136),
+    (1056, 40),
+    (2304, 16),
+    (64, 3075),
+)
 
 
 def some_bytes(n: int, row_bytes: int) -> kernel_layout.U8:

@@ -353,3 +353,25 @@ def test_a_place_in_that_order_is_traced_to_its_row_and_column(
     start, band = weight.band_at(offset)
     assert start <= offset < start + band.rows * row_bytes
     assert start // weight.matrix_bytes == (start + band.rows * row_bytes - 1) // weight.matrix_bytes
+
+
+@given(matrices=st.integers(1, 3), rows=st.integers(1, 1400), most=st.integers(0, 4000), data=st.data())
+def test_bands_that_are_read_together_follow_each_other_and_stay_within_their_limits(
+    matrices: int, rows: int, most: int, data: st.DataObject
+) -> None:
+    weight = BandedWeight((matrices, rows, 2), "e4m3")
+    start = data.draw(st.integers(0, weight.nbytes - 1))
+    end = data.draw(st.integers(start + 1, weight.nbytes))
+    found = list(weight.bands_between(start, end, most))
+    first, band = weight.band_at(start)
+    assert bool(found) == (first == start and start + 2 * band.rows <= end)
+    position = start
+    for offset, one in found:
+        assert offset == position
+        assert weight.band_at(position) == (offset, one)
+        position += 2 * one.rows
+    assert position <= end
+    assert position - start <= most or len(found) <= 1
+    if found and position < end:
+        following = 2 * weight.band_at(position)[1].rows
+        assert position + following > end or position + following - start > most

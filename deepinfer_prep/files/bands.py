@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,6 +69,20 @@ class BandedWeight:
         row = inside // self.row_bytes
         band = self.bands[bisect_right(self.bands, row, key=lambda one: one.first) - 1]
         return matrix * self.matrix_bytes + band.first * self.row_bytes, band
+
+    def bands_between(self, start: int, end: int, most: int) -> Iterator[tuple[int, Band]]:
+        """The bands from the one that begins at `start` on that end by `end`, each with where it begins.
+
+        They have at most `most` bytes together, or are one; there is none where no band begins at `start`.
+        """
+        first, band = self.band_at(start)
+        last = min(end, start + max(most, band.rows * self.row_bytes))
+        matrix = self.bands
+        position, number = start, matrix.index(band)
+        while first == start and position + (size := matrix[number].rows * self.row_bytes) <= last:
+            yield position, matrix[number]
+            position += size
+            number = (number + 1) % len(matrix)
 
     def bands_in(self, rows: tuple[int, int], at: int = 0) -> tuple[Band, ...]:
         """The bands that some rows touch, as bands of a weight in which the first of these rows is row `at`."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from deepinfer_prep import fp8
 from deepinfer_prep.files.bands import BandedWeight
 from deepinfer_prep.files.storage import Reader
-from deepinfer_prep.kernel_layout import to_kernel_order
+from deepinfer_prep.kernel_layout import Band, Transposer
 from deepinfer_prep.planning.plan import Operation, OutputFile, Run
+
+_TOGETHER_BYTES = 1024 * 1024
+"""Smaller bands that follow each other are read together, at most so many bytes of them."""
 
 
 class BandWriter:
     """Computes bytes of such weights in the order of the file; each band is read whole, and once.
 
-    It holds two bands: one as it is read, and one in the kernels' order of which a chunk has taken a part.
+    It holds two bands: one as it is read (or several small ones), and one in the kernels' order of which a chunk has
+    taken a part.
 
     Args:
         file: whose bytes are computed.
@@ -30,7 +34,7 @@ class BandWriter:
         self, file: OutputFile, source: Reader, look: Callable[[int, fp8.U8], None], wanted: tuple[int, int]
     ) -> None:
         self._file, self._source, self._look, self._wanted = file, source, look, wanted
-        self._stored, self._ordered = _Memory(), _Memory()
+        self._stored, self._ordered, self._transposer = _Memory(), _Memory(), Transposer()
         self._held: tuple[int, fp8.U8] = (-1, np.empty(0, np.uint8))
         """Where the band begins that was computed apart, and its bytes."""
 
@@ -42,26 +46,38 @@ class BandWriter:
         """
         position, end = start, start + out.size
         while position < end:
-            low, high = run.unit_at(position)
-            part = out[position - start : min(high, end) - start]
-            if part.size == high - low:
-                self._compute(run, weight, low, part)
+            bands = tuple(weight.bands_between(position - run.start, end - run.start, _TOGETHER_BYTES))
+            if bands:
+                size = sum(band.rows for _, band in bands) * weight.row_bytes
+                self._compute(run, weight, bands, out[position - start :][:size])
             else:
-                if low != self._held[0]:
-                    self._held = low, self._ordered.take(high - low)
-                    self._compute(run, weight, *self._held)
-                part[:] = self._held[1][position - low :][: part.size]
-            position += part.size
+                size = self._copy_part(run, weight, position, out[position - start :])
+            position += size
 
-    def _compute(self, run: Run, weight: BandedWeight, low: int, out: fp8.U8) -> None:
-        """Fill `out` with the band that begins at `low`."""
+    def _copy_part(self, run: Run, weight: BandedWeight, position: int, out: fp8.U8) -> int:
+        """Copy what `out` has room for, from `position` on, of a band that belongs to several chunks."""
+        start, band = weight.band_at(position - run.start)
+        if run.start + start != self._held[0]:
+            self._held = run.start + start, self._ordered.take(band.rows * weight.row_bytes)
+            self._compute(run, weight, ((start, band),), self._held[1])
+        part = self._held[1][position - self._held[0] :][: out.size]
+        out[: part.size] = part
+        return part.size
+
+    def _compute(self, run: Run, weight: BandedWeight, bands: Sequence[tuple[int, Band]], out: fp8.U8) -> None:
+        """Fill `out` with bands that follow each other."""
+        low = run.start + bands[0][0]
         stored = self._stored.take(out.size)
         self._source.read_into(stored.data, self._file.source_start + low)
         if run.operation is Operation.HALVE:
             first, last = max(low, self._wanted[0]), min(low + out.size, self._wanted[1])
             self._look(first, stored[first - low : last - low])
             fp8.halve(stored, stored)
-        to_kernel_order(stored.reshape(-1, weight.row_bytes), out.reshape(weight.row_bytes, -1), weight.element)
+        for offset, band in bands:
+            first = run.start + offset - low
+            part = slice(first, first + band.rows * weight.row_bytes)
+            ordered = out[part].reshape(weight.row_bytes, band.rows)
+            self._transposer.to_kernel_order(stored[part].reshape(band.rows, -1), ordered, weight.element)
 
 
 class _Memory:

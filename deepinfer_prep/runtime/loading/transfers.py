@@ -10,7 +10,7 @@ import torch
 
 from deepinfer_prep import fp8
 from deepinfer_prep.files.storage import MOST_BUFFERS
-from deepinfer_prep.kernel_layout import to_stored_order
+from deepinfer_prep.kernel_layout import Transposer
 from deepinfer_prep.quantized import Element
 from deepinfer_prep.runtime.loading.banded_layout import BandedLayout
 from deepinfer_prep.runtime.loading.byte_layout import ByteRuns, FileLayout
@@ -25,8 +25,9 @@ _POPULATE_BYTES = 64 * 1024 * 1024
 """What one step brings in of mapped pages at most: a GB in the page cache takes a few milliseconds, so handing out
 steps must not cost more."""
 
-SCRATCH_BYTES = 2 * LIMIT_BYTES
-"""What a thread needs besides: one step's bytes, and the same again where gaps are read with them."""
+SCRATCH_BYTES = 2 * LIMIT_BYTES + Transposer.MEMORY_BYTES
+"""What a thread needs besides: one step's bytes, the same again where gaps are read with them, and what puts bands back
+into the stored order."""
 
 
 class Step(Protocol):
@@ -191,7 +192,8 @@ class Restore:
         size = self.band_rows * columns
         ordered, restored = scratch[:size], scratch[LIMIT_BYTES:][:size].reshape(self.band_rows, columns)
         self.file.read_scattered([ordered.data], self.start)
-        to_stored_order(ordered.reshape(columns, self.band_rows), restored, self.element)
+        transposer = Transposer(scratch[2 * LIMIT_BYTES :])
+        transposer.to_stored_order(ordered.reshape(columns, self.band_rows), restored, self.element)
         self.out.copy_(torch.from_numpy(restored[slice(*self.rows)]))
         return size
 
