@@ -4,7 +4,8 @@
 
 FOLDER is where the checkpoint and the outputs are made (a disk, or a tmpfs such as /dev/shm); it needs four
 times the size. Everything starts from a warm page cache and ends with the data synced. A first round is not
-counted: it pays for memory that the machine had not handed out before. Shown are medians.
+counted: it pays for memory that the machine had not handed out before. Shown are medians; ratios are of the clock and,
+in brackets, of processor seconds, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 from make_checkpoint import SampleOptions, write_checkpoint
@@ -49,20 +51,28 @@ for path in sorted(source.glob("*.safetensors")):
 """
 
 
+class Taken(NamedTuple):
+    """Seconds by the clock and of processors, and peak resident bytes."""
+
+    seconds: float
+    processor: float
+    peak: int
+
+
 class Bench:
-    """The contestants over one checkpoint; each returns (seconds, peak resident bytes)."""
+    """The contestants over one checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.source, self.copied, self.output = folder / "source", folder / "copied", folder / "output"
         self.loaded, self.laid_out = folder / "loaded", folder / "laid_out"
 
-    def copy(self) -> tuple[float, int]:
+    def copy(self) -> Taken:
         """`cp -r` and sync."""
         shutil.rmtree(self.copied, ignore_errors=True)
         warm(self.source)
         return measure(["sh", "-c", f"cp -r '{self.source}' '{self.copied}' && sync"])
 
-    def load_time(self) -> tuple[float, int]:
+    def load_time(self) -> Taken:
         """Load each shard with safetensors, numpy.take in 64 MiB chunks, save it, sync."""
         shutil.rmtree(self.loaded, ignore_errors=True)
         warm(self.source)
@@ -71,30 +81,30 @@ class Bench:
         shutil.rmtree(self.loaded)
         return result
 
-    def convert(self) -> tuple[float, int]:
+    def convert(self) -> Taken:
         """`deepinfer-prep convert`."""
         return self._convert(self.output, "stored")
 
-    def convert_for_kernels(self) -> tuple[float, int]:
+    def convert_for_kernels(self) -> Taken:
         """`deepinfer-prep convert --layout kernel`."""
         result = self._convert(self.laid_out, "kernel")
         shutil.rmtree(self.laid_out)
         return result
 
-    def _convert(self, output: Path, layout: str) -> tuple[float, int]:
+    def _convert(self, output: Path, layout: str) -> Taken:
         shutil.rmtree(output, ignore_errors=True)
         warm(self.source)
         command = [sys.executable, "-m", "deepinfer_prep", "convert", str(self.source), str(output), "--quiet"]
         return measure([*command, "--layout", layout])
 
-    def compare(self) -> tuple[float, int]:
+    def compare(self) -> Taken:
         """`cmp` of the checkpoint and its copy, file by file."""
         pairs = (
             (path, self.copied / path.relative_to(self.source)) for path in self.source.rglob("*") if path.is_file()
         )
         return measure(["sh", "-c", " && ".join(f"cmp '{one}' '{other}'" for one, other in pairs)])
 
-    def verify(self) -> tuple[float, int]:
+    def verify(self) -> Taken:
         """`deepinfer-prep verify --source`."""
         warm(self.source, self.output)
         command = [sys.executable, "-m", "deepinfer_prep", "verify", str(self.output), "--source", str(self.source)]
@@ -107,8 +117,8 @@ def warm(*folders: Path) -> None:
         subprocess.run(["sh", "-c", f"find '{folder}' -type f -exec cat {{}} + > /dev/null"], check=True)
 
 
-def measure(command: list[str], then_sync: bool = False) -> tuple[float, int]:
-    """Seconds of wall time and the peak resident bytes of a process and its children."""
+def measure(command: list[str], then_sync: bool = False) -> Taken:
+    """What a process and its children take."""
     os.sync()
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -118,7 +128,8 @@ def measure(command: list[str], then_sync: bool = False) -> tuple[float, int]:
         raise SystemExit(f"{command[:4]} ended with status {process.returncode}")
     if then_sync:
         os.sync()
-    return time.perf_counter() - started, usage.ru_maxrss * 1024
+    processor = usage.ru_utime + usage.ru_stime
+    return Taken(time.perf_counter() - started, processor, usage.ru_maxrss * 1024)
 
 
 @click.command()
@@ -132,7 +143,7 @@ def main(folder: Path, size: str, rounds: int, without_load_time: bool, layouts:
     bench = Bench(folder)
     if not bench.source.exists():
         write_checkpoint(bench.source, SampleOptions(size=parse_size(size)))
-    contestants: dict[str, Callable[[], tuple[float, int]]] = {
+    contestants: dict[str, Callable[[], Taken]] = {
         "cp -r + sync": bench.copy,
         "convert": bench.convert,
         "--layout kernel": bench.convert_for_kernels,
@@ -143,31 +154,35 @@ def main(folder: Path, size: str, rounds: int, without_load_time: bool, layouts:
         contestants["load-time method"] = bench.load_time
     if layouts:
         contestants = {name: contestants[name] for name in ("convert", "--layout kernel")}
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    peaks: dict[str, int] = dict.fromkeys(contestants, 0)
+    taken: dict[str, list[Taken]] = {name: [] for name in contestants}
     for number in range(1 + rounds):
         for name, run in contestants.items():
-            elapsed, peak = run()
+            result = run()
             if number > 0:
-                seconds[name].append(elapsed)
-                peaks[name] = max(peaks[name], peak)
-    print_table(bench.source, seconds, peaks)
+                taken[name].append(result)
+    print_table(bench.source, taken)
 
 
-def print_table(source: Path, seconds: dict[str, list[float]], peaks: dict[str, int]) -> None:
+def print_table(source: Path, taken: dict[str, list[Taken]]) -> None:
     """Medians, ratios to what each is compared with, and peak memory."""
     total = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
     beside = {"verify --source": "cmp", "load-time method": "convert", "--layout kernel": "convert"}
-    if "cp -r + sync" in seconds:
+    if "cp -r + sync" in taken:
         beside["convert"] = "cp -r + sync"
     click.echo(f"{format_size(total)} on {source.parent}, {os.cpu_count()} processors ({platform.machine()})")
-    click.echo(f"{'':18}{'median s':>10}{'min':>8}{'max':>8}{'rate':>12}{'peak RSS':>11}  ratio")
-    for name, times in seconds.items():
-        median = statistics.median(times)
-        other = beside.get(name)
-        ratio = f"{median / statistics.median(seconds[other]):.2f} of {other}" if other else ""
-        rate, peak = format_size(int(total / median)) + "/s", format_size(peaks[name])
-        click.echo(f"{name:18}{median:10.2f}{min(times):8.2f}{max(times):8.2f}{rate:>12}{peak:>11}  {ratio}")
+    click.echo(f"{'':18}{'median s':>10}{'min':>8}{'max':>8}{'processor s':>13}{'rate':>12}{'peak RSS':>11}  ratio")
+    for name, runs in taken.items():
+        times = [run.seconds for run in runs]
+        median, processor = statistics.median(times), statistics.median(run.processor for run in runs)
+        ratio = ""
+        if other := beside.get(name):
+            by_clock = median / statistics.median(run.seconds for run in taken[other])
+            by_processor = processor / statistics.median(run.processor for run in taken[other])
+            ratio = f"{by_clock:.2f} ({by_processor:.2f}) of {other}"
+        rate, peak = format_size(int(total / median)) + "/s", format_size(max(run.peak for run in runs))
+        click.echo(
+            f"{name:18}{median:10.2f}{min(times):8.2f}{max(times):8.2f}{processor:13.2f}{rate:>12}{peak:>11}  {ratio}"
+        )
 
 
 if __name__ == "__main__":
