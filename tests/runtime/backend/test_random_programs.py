@@ -111,3 +111,13 @@ def test_the_fuzzer_counts_signs_of_nan_apart(monkeypatch: pytest.MonkeyPatch) -
     lines = ["v0 = whole.float()", "whole.copy_(v0)", "raw.add_(1)"]
     program = Program("every code", lines=lines, kinds={"v0": "f"})
     assert fuzz_backend.outcome(program, fuzz_backend.on_plain_values) == "equal but for the signs of NaN"
+
+
+@pytest.mark.parametrize("mask", ["one > 0", "(whole == whole).any()"])
+def test_the_fuzzer_counts_what_torch_cannot_trace_on_fake_tensors_as_refused(mask: str) -> None:
+    """Indexing by a mask without axes asks for its value; the other ways have one, or break the graph."""
+    program = Program(lines=[f"v0 = {mask}", "v1 = floats.clone()", "v1[v0] = 2.0"], kinds={"v1": "f"})
+    refused = "refused: torch does not trace aten._local_scalar_dense.default on fake tensors"
+    assert fuzz_backend.outcome(program, fuzz_backend.on_fake_values) == refused
+    assert fuzz_backend.outcome(program, fuzz_backend.on_plain_values) == "equal"
+    assert fuzz_backend.outcome(program, fuzz_backend.as_a_user) == "equal"
