@@ -44,6 +44,8 @@ def test_classes_need_neither_annotations_nor_the_decorator() -> None:
     assert (section.first, section.size) == (2, 4)
     options = Options(fast=True)
     assert (options.fast, options.rows) == (True, 3)
+    with pytest.raises(TypeError, match="Options has no field 'quick'"):
+        Options(quick=True)
 
 
 @pytest.mark.parametrize(("offset", "moved"), [(2, True), (4, False), (-1000000, False)])

@@ -31,7 +31,10 @@ class NKIObject:
     """
 
     def __init__(self, **fields: Any) -> None:
+        known = {name for base in type(self).__mro__ for name in inspect.get_annotations(base)}
         for name, value in fields.items():
+            if name not in known:
+                raise TypeError(f"{type(self).__name__} has no field {name!r}")
             setattr(self, name, value)
 
     def __init_subclass__(cls, **options: Any) -> None:
