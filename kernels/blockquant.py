@@ -20,25 +20,33 @@ from .kmajor_fp8 import linear_fp8_kmajor
 @nki.jit
 def fp8_linear_raw(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """x bf16 [m, k] times w^T, w uint8 [n, k] (e4m3) with scale uint8 [ceil(n/32), ceil(k/32)] (e8m0): bf16 [m, n]."""
-    return linear_fp8(x, w, scale, False)
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp8(out, x, w, scale, False)
+    return out
 
 
 @nki.jit
 def fp8_linear_raw_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp8_linear_raw` on two cores, n a multiple of 256."""
-    return linear_fp8(x, w, scale, False)
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp8(out, x, w, scale, False)
+    return out
 
 
 @nki.jit
 def fp8_linear(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp8_linear_raw` of x after a round trip through e4m3 in blocks of 32 columns."""
-    return linear_fp8(x, w, scale, True)
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp8(out, x, w, scale, True)
+    return out
 
 
 @nki.jit
 def fp8_linear_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp8_linear` on two cores, n a multiple of 256."""
-    return linear_fp8(x, w, scale, True)
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp8(out, x, w, scale, True)
+    return out
 
 
 @nki.jit
@@ -101,25 +109,33 @@ def fp4_linear_2core_gated(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, flag
 @nki.jit
 def fp8_linear_raw_kmajor(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp8_linear_raw` of a weight in the kernel layout."""
-    return linear_fp8_kmajor(x, w, scale, False)
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp8_kmajor(out, x, w, scale, False)
+    return out
 
 
 @nki.jit
 def fp8_linear_raw_kmajor_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp8_linear_raw_kmajor` on two cores, n a multiple of 256."""
-    return linear_fp8_kmajor(x, w, scale, False)
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp8_kmajor(out, x, w, scale, False)
+    return out
 
 
 @nki.jit
 def fp8_linear_kmajor(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp8_linear` of a weight in the kernel layout."""
-    return linear_fp8_kmajor(x, w, scale, True)
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp8_kmajor(out, x, w, scale, True)
+    return out
 
 
 @nki.jit
 def fp8_linear_kmajor_2core(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray) -> nl.ndarray:
     """`fp8_linear_kmajor` on two cores, n a multiple of 256."""
-    return linear_fp8_kmajor(x, w, scale, True)
+    out = nl.ndarray((x.shape[0], w.shape[0]), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    linear_fp8_kmajor(out, x, w, scale, True)
+    return out
 
 
 @nki.jit

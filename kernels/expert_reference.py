@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from .norm_reference import swiglu_weighted
-from .reference import fp4_linear
+from .reference import fp4_linear, fp8_linear
 
 
 def fp4_expert(
@@ -49,3 +49,25 @@ def fp4_expert_gated(
     """`fp4_expert` where flag int32 [1, 1] is 1, zeros where it is not."""
     y = fp4_expert(x, gate, gate_scale, up, up_scale, down, down_scale, weight)
     return y.where(flag == 1, 0.0).to(y.dtype)
+
+
+def fp8_expert(
+    x: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    weight: Tensor,
+) -> Tensor:
+    """fp8_linear(swiglu(fp8_linear(x, gate), fp8_linear(x, up)) * weight, down).
+
+    Args: as those of `fp4_expert`, but for gate and up uint8 [h, k] and down uint8 [n, h], one e4m3 code a byte, and
+    their scales uint8 [h / 32, k / 32] and [n / 32, h / 32].
+
+    Returns:
+        bf16 [m, n].
+    """
+    hidden = swiglu_weighted(fp8_linear(x, gate, gate_scale), fp8_linear(x, up, up_scale), weight.flatten())
+    return fp8_linear(hidden, down, down_scale)

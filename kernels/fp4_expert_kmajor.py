@@ -3,7 +3,7 @@
 import nki
 import nki.language as nl
 
-from .fp4_expert import expert_rows
+from .expert_steps import expert_rows
 from .kmajor_fp4 import linear_fp4_kmajor
 from .records import ExpertWeights
 

@@ -3,7 +3,7 @@
 import nki
 import nki.language as nl
 
-from .fp4_expert_gated import gated_rows
+from .expert_steps import gated_rows
 from .kmajor_fp4 import linear_fp4_kmajor
 from .records import ExpertWeights
 

@@ -27,8 +27,8 @@ SCALED_X_M_MAX = 32
 """Rows of x up to which scaling x for each row block costs less than dequantizing the weights."""
 
 
-def linear_fp8_kmajor(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_trip: bool) -> nl.ndarray:
-    """x bf16 [m, k], w uint8 [n, k] in the kernel layout, scale uint8 [n / 32, k / 32] -> bf16 [m, n] in shared HBM.
+def linear_fp8_kmajor(out: nl.ndarray, x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_trip: bool) -> None:
+    """x bf16 [m, k], w uint8 [n, k] in the kernel layout, scale uint8 [n / 32, k / 32] -> out bf16 [m, n] in HBM.
 
     A partition holds columns of one block, whose scale is then one number a partition. For few rows, x is multiplied by
     the scales, once for each row block, and codes are multiplied as they are; beyond, weights are dequantized to
@@ -37,7 +37,6 @@ def linear_fp8_kmajor(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_tri
     m, k = x.shape
     n = w.shape[0]
     check_sizes(m, n, k)
-    out = nl.ndarray((m, n), dtype=nl.bfloat16, buffer=nl.shared_hbm)
     share = my_share(n)
     clock = EngineClock(0, 0)
     pool = new_pool()
@@ -60,7 +59,6 @@ def linear_fp8_kmajor(x: nl.ndarray, w: nl.ndarray, scale: nl.ndarray, round_tri
             else:
                 _dequantized(pool, sums, w, band, spans, pairs, factors, clock)
         store_stack(pool, out, stack, results)
-    return out
 
 
 def _scaled_x(

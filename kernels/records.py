@@ -19,7 +19,7 @@ class Share(nl.NKIObject):
 
 @dataclass
 class ExpertWeights(nl.NKIObject):
-    """A routed expert in HBM: gate and up uint8 [h, k / 2], down uint8 [n, h / 2], and their e8m0 scales."""
+    """An expert in HBM: gate and up uint8 [h, k] (fp4: k / 2), down uint8 [n, h] (fp4: h / 2), and e8m0 scales."""
 
     gate: nl.ndarray
     gate_scale: nl.ndarray

@@ -1,4 +1,4 @@
-"""Routed experts with fp4 weights in one launch: a kernel on a Neuron device, its steps elsewhere.
+"""Experts with fp4 or e4m3 weights in one launch: a kernel on a Neuron device, its steps elsewhere.
 
 An expert is three GEMMs with SwiGLU between them. As kernels of their own they cost a call each, which at decode takes
 longer than the work. `DEEPINFER_NEURON_NKI_GEMM=0` turns the kernel off. Weights are prepared as for `gemm`.
@@ -14,12 +14,15 @@ from deepinfer_prep.runtime.attributes import KERNEL_ORDER, KERNEL_SCALE, KERNEL
 
 __all__ = ["expert", "expert_gated", "expert_supported"]
 
+_FP4_PER_BYTE = 2
+
 
 def expert_supported(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether one kernel computes an expert: prepared fp4 weights on a Neuron device, GEMM kernels not off.
+    """Whether one kernel computes an expert: prepared weights on a Neuron device, GEMM kernels not off.
 
-    x is bf16 with k % 128 == 0, and so is the inner width; on two cores inner width and result are multiples of 256,
-    and the two-core kernels are not turned off. All three weights are row-major, or all in the kernels' order.
+    The weights are all fp4, or all e4m3 with scales of 32x32 values; all row-major, or all in the kernels' order. x is
+    bf16 with k % 128 == 0, and so is the inner width; on two cores inner width and result are multiples of 256, and the
+    two-core kernels are not turned off.
     """
     if x.dtype != torch.bfloat16 or x.shape[0] == 0 or not neuron.holds(x) or not kernel_launch.gemm_kernels():
         return False
@@ -28,11 +31,11 @@ def expert_supported(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down
     if len({hasattr(w, KERNEL_ORDER) for w in (gate, up, down)}) > 1:
         return False
     inner, n = (getattr(w, KERNEL_WEIGHT).shape[-2] for w in (gate, down))
-    packed = all(2 * getattr(w, KERNEL_WEIGHT).shape[-1] == k for w, k in ((gate, x.shape[1]), (down, inner)))
+    per_byte = {_codes_per_byte(w, k) for w, k in ((gate, x.shape[1]), (up, x.shape[1]), (down, inner))}
     one_core = neuron.physical_cores() < 2
     multiple = N_MULTIPLE if one_core else TWO_CORE_N_MULTIPLE
     fits = x.shape[1] % K_MULTIPLE == 0 == inner % K_MULTIPLE and inner % multiple == 0 == n % multiple
-    return packed and fits and (one_core or kernel_launch.two_core_gemm())
+    return per_byte in ({1}, {2}) and fits and (one_core or kernel_launch.two_core_gemm())
 
 
 def expert(
@@ -74,15 +77,21 @@ def expert_gated(
     weight: torch.Tensor | None = None,
     group: int | None = None,
 ) -> torch.Tensor:
-    """`expert` where flag (int32 [1, 1]) is 1, zeros where it is not; the kernel then reads no weight.
+    """`expert` where flag (int32 [1, 1]) is 1, zeros where it is not; the kernel of fp4 weights then reads none.
 
     Raises:
         PrepError: a weight is not prepared.
     """
-    if expert_supported(x, gate, up, down):
+    if expert_supported(x, gate, up, down) and _codes_per_byte(gate, x.shape[1]) == _FP4_PER_BYTE:
         return _launched(x, (gate, up, down), weight, group, flag)
     y = expert(x, gate, up, down, weight, group)
     return torch.where(flag == 1, y, torch.zeros_like(y))
+
+
+def _codes_per_byte(w: torch.Tensor, k: int) -> float:
+    """Of a prepared weight of k columns: 1 if its codes are e4m3, 2 if they are fp4."""
+    columns: int = getattr(w, KERNEL_WEIGHT).shape[-1]
+    return k / columns
 
 
 def _launched(
@@ -99,6 +108,7 @@ def _launched(
         operands += [one if group is None else one[group] for one in pair]
     factors = x.new_ones(x.shape[0], dtype=torch.float32) if weight is None else weight.float()
     order = "_kmajor" if hasattr(weights[0], KERNEL_ORDER) else ""
-    launch = kernel_launch.kernel(f"fp4_expert{order}{'_gated' if flag else ''}")
+    element = "fp4" if _codes_per_byte(weights[0], x.shape[1]) == _FP4_PER_BYTE else "fp8"
+    launch = kernel_launch.kernel(f"{element}_expert{order}{'_gated' if flag else ''}")
     rows = zip(torch.split(x, M_MAX), torch.split(factors.unsqueeze(-1), M_MAX), strict=True)
     return torch.cat([launch(part.contiguous(), *operands, some.contiguous(), *flag) for part, some in rows])

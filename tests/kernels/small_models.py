@@ -11,7 +11,16 @@ from nki_emulator.cost import ENGINES, HERTZ, KernelCost, ProgramCost, hbm_floor
 from tests.kernels.models import HIDDEN, Modelled, kernel_model
 
 with installed():
-    from deepinfer_prep.kernels import compress_pool, fp4_expert, index_candidates, index_score, rmsnorm, swiglu
+    from deepinfer_prep.kernels import (
+        compress_pool,
+        fp4_expert,
+        fp8_expert,
+        fp8_expert_kmajor,
+        index_candidates,
+        index_score,
+        rmsnorm,
+        swiglu,
+    )
 
 INTER = 2304
 LATENT = 512
@@ -33,6 +42,15 @@ def expert_model(tokens: int, cores: int = 2) -> Modelled:
     x, weight = TensorSpec((tokens, HIDDEN), "bfloat16"), TensorSpec((tokens, 1), "float32")
     arguments = [x, up, up_scale, up, up_scale, down, down_scale, weight]
     return kernel_model(fp4_expert.kernel, arguments, 3 * INTER * HIDDEN // 2, cores)
+
+
+def shared_expert_model(tokens: int, *, is_kmajor: bool = False, cores: int = 2) -> Modelled:
+    """The expert that all tokens share, e4m3, in one launch. The floor is as in `expert_model`."""
+    up, up_scale = TensorSpec((INTER, HIDDEN), "uint8"), TensorSpec((INTER // 32, HIDDEN // 32), "uint8")
+    down, down_scale = TensorSpec((HIDDEN, INTER), "uint8"), TensorSpec((HIDDEN // 32, INTER // 32), "uint8")
+    x, weight = TensorSpec((tokens, HIDDEN), "bfloat16"), TensorSpec((tokens, 1), "float32")
+    kernel = fp8_expert_kmajor.kernel if is_kmajor else fp8_expert.kernel
+    return kernel_model(kernel, [x, up, up_scale, up, up_scale, down, down_scale, weight], 3 * INTER * HIDDEN, cores)
 
 
 def norm_model(tokens: int, columns: int = HIDDEN, cores: int = 2) -> Modelled:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from nki_emulator import installed, run
@@ -9,7 +11,7 @@ from nki_emulator import installed, run
 from deepinfer_prep.kernels import expert_reference
 from tests.kernels.cases import GEMMS, ON_SIMULATOR, Gemm, blockquant, make_case
 from tests.kernels.models import gemm_model
-from tests.kernels.small_models import expert_model
+from tests.kernels.small_models import expert_model, shared_expert_model
 
 with installed():
     from deepinfer_prep.kernels import (
@@ -17,10 +19,13 @@ with installed():
         fp4_expert_gated,
         fp4_expert_kmajor,
         fp4_expert_kmajor_gated,
+        fp8_expert,
+        fp8_expert_kmajor,
         swiglu,
     )
 
-FP4, FP4_KMAJOR = (next(gemm for gemm in GEMMS if gemm.name == name) for name in ("fp4_linear", "fp4_linear_kmajor"))
+NAMES = ("fp4_linear", "fp4_linear_kmajor", "fp8_linear", "fp8_linear_kmajor")
+FP4, FP4_KMAJOR, FP8, FP8_KMAJOR = (next(gemm for gemm in GEMMS if gemm.name == name) for name in NAMES)
 K, H, N = 384, 512, 256
 
 
@@ -100,3 +105,29 @@ def test_weights_in_the_kernel_layout_give_what_their_steps_give(m: int) -> None
     on, off = (torch.tensor([[flag]], dtype=torch.int32) for flag in (1, 0))
     assert torch.equal(run(fp4_expert_kmajor_gated.kernel, *case, on, grid=2).output, expected)
     assert not run(fp4_expert_kmajor_gated.kernel, *case, off, grid=2).output.any()
+
+
+@pytest.mark.parametrize("m", [1, 16, 130])
+@pytest.mark.parametrize(("gemm", "expert"), [(FP8, fp8_expert), (FP8_KMAJOR, fp8_expert_kmajor)])
+def test_an_fp8_expert_gives_what_its_steps_give(gemm: Gemm, expert: Any, m: int) -> None:
+    case = arguments(m, gemm)
+    x, gate, gate_scale, up, up_scale, down, down_scale, weight = case
+    reference = expert_reference.fp8_expert(*arguments(m, FP8)).double()
+    found = run(expert.kernel, *case).output
+    assert (found.double() - reference).norm() < 2.0**-8 * reference.norm()
+    weight[:] = 1.0
+    linear = getattr(blockquant, gemm.name)
+    gated = run(linear, x, gate, gate_scale).output
+    hidden = run(swiglu.kernel, gated, run(linear, x, up, up_scale).output).output
+    expected = run(linear, hidden, down, down_scale).output
+    assert torch.equal(run(expert.kernel, *case).output, expected)
+    assert torch.equal(run(expert.kernel, *case, grid=2).output, expected)
+    assert expected.abs().max() > 0
+
+
+@pytest.mark.skipif(ON_SIMULATOR, reason="AWS's simulator keeps no record of instructions")
+@pytest.mark.parametrize("gemm", [FP8, FP8_KMAJOR])
+def test_v41s_shared_expert_fits_on_chip_and_costs_what_its_gemms_cost(gemm: Gemm) -> None:
+    model = shared_expert_model(16, is_kmajor=gemm is FP8_KMAJOR)
+    parts = [gemm_model(gemm, 16, *shape) for shape in ((2304, 5120), (2304, 5120), (5120, 2304))]
+    assert model.cost.bound == pytest.approx(sum(part.cost.bound for part in parts), rel=0.05)

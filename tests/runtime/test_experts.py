@@ -8,6 +8,7 @@ import torch
 from deepinfer_prep import kernel_layout
 from deepinfer_prep.files.bands import BandedWeight
 from deepinfer_prep.kernels import expert_reference
+from deepinfer_prep.quantized import Element
 from deepinfer_prep.runtime import experts, gemm, norm
 from deepinfer_prep.runtime.attributes import KERNEL_ORDER, KERNEL_SCALE, KERNEL_WEIGHT
 from tests.runtime.fake_neuron import FakeNeuron
@@ -32,12 +33,12 @@ def fp8_weight(n: int, k: int) -> torch.Tensor:
     return model.weight
 
 
-def in_kernel_order(w: torch.Tensor) -> torch.Tensor:
+def in_kernel_order(w: torch.Tensor, element: Element = "e2m1") -> torch.Tensor:
     """The same weight as loading from the kernels' layout attaches it."""
     content = getattr(w, KERNEL_WEIGHT)
-    ordered = torch.from_numpy(kernel_layout.weight_to_kernel_order(content.numpy(), "e2m1"))
+    ordered = torch.from_numpy(kernel_layout.weight_to_kernel_order(content.numpy(), element))
     moved = ordered.flatten()
-    setattr(moved, KERNEL_ORDER, BandedWeight(tuple(content.shape), "e2m1"))
+    setattr(moved, KERNEL_ORDER, BandedWeight(tuple(content.shape), element))
     setattr(moved, KERNEL_WEIGHT, ordered)
     setattr(moved, KERNEL_SCALE, getattr(w, KERNEL_SCALE))
     return moved
@@ -107,13 +108,13 @@ def test_many_rows_are_launched_in_turns(fake_neuron: FakeNeuron) -> None:
     assert_near(found[-3:], expected(three, WEIGHT))
 
 
-@pytest.mark.parametrize("case", ["switched off", "two cores off", "fp8", "h = 320", "no row", "kernels' order"])
+@pytest.mark.parametrize("case", ["switched off", "two cores off", "unlike", "h = 320", "no row", "kernels' order"])
 def test_what_does_not_suit_the_kernel_takes_its_steps(
     fake_neuron: FakeNeuron, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     three, x = weights(320 if case == "h = 320" else H), X
-    if case == "fp8":
-        three = fp8_weight(H, K), fp8_weight(H, K), fp8_weight(N, H)
+    if case == "unlike":
+        three = fp8_weight(H, K), three[1], fp8_weight(N, H)
     if case == "kernels' order":
         setattr(three[1], KERNEL_ORDER, True)
     if case == "no row":
@@ -124,7 +125,20 @@ def test_what_does_not_suit_the_kernel_takes_its_steps(
         monkeypatch.setenv("DEEPINFER_NEURON_BQ_2CORE", "0")
     assert not experts.expert_supported(x, *three)
     assert experts.expert(x, *three).shape == (len(x), N)
-    assert not any(name.startswith("fp4_expert") for name in fake_neuron.wrapped)
+    assert not any("expert" in name for name in fake_neuron.wrapped)
+
+
+def test_an_fp8_expert_is_one_launch_too_and_its_gate_is_applied_behind_it(fake_neuron: FakeNeuron) -> None:
+    three = fp8_weight(H, K), fp8_weight(H, K), fp8_weight(N, H)
+    operands = [getattr(w, name) for w in three for name in (KERNEL_WEIGHT, KERNEL_SCALE)]
+    wanted = expert_reference.fp8_expert(X, *operands, WEIGHT.unsqueeze(-1))
+    found = experts.expert(X, *three, WEIGHT)
+    assert_near(found, wanted)
+    moved = [in_kernel_order(w, "e4m3") for w in three]
+    assert_near(experts.expert(X, *moved, WEIGHT), wanted)
+    assert torch.equal(experts.expert_gated(X, *three, ON, WEIGHT), found)
+    assert not experts.expert_gated(X, *three, OFF, WEIGHT).any()
+    assert set(fake_neuron.wrapped) == {"fp8_expert.kernel", "fp8_expert_kmajor.kernel"}
 
 
 def test_weights_in_the_kernels_order_have_a_kernel_of_their_own(fake_neuron: FakeNeuron) -> None:
