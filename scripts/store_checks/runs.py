@@ -57,15 +57,10 @@ class Running:
                 command, cwd=_SCRIPTS, env={**os.environ, **environment}, stdout=said, stderr=subprocess.STDOUT
             )
 
-    def kill(self, requests: int, after: float) -> None:
-        """Kill it some seconds after it has sent so many requests; one that ended before stays as it is."""
-        while self._log.read_bytes().count(b"\n") < requests and not self._has_ended():
-            time.sleep(0.01)
+    def kill(self, after: float) -> None:
+        """Kill it after some seconds; one that has ended by then stays as it is."""
         time.sleep(after)
         os.kill(self._process.pid, signal.SIGKILL)
-
-    def _has_ended(self) -> bool:
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def end(self) -> Ended:
         """Wait for the end."""

@@ -261,3 +261,21 @@ def test_an_upload_that_was_aborted_by_somebody_is_begun_anew(
         client.abort_multipart_upload(Bucket=BUCKET, Key=item["Key"], UploadId=item["UploadId"])
     convert_checkpoint(source, OUT)
     assert objects(client, "out") == expected
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_an_upload_whose_id_was_never_written_down_is_aborted_by_the_run_that_resumes(
+    server: S3Server, client: Any, source: Path, expected: dict[str, bytes]
+) -> None:
+    """A process that is cut off between the answer of CreateMultipartUpload and the object that keeps the id."""
+    server.rule = lambda request: "403" if f"{ROOT}uploads/" in request.path and request.method == "PUT" else None
+    with pytest.raises(PrepError):
+        convert_checkpoint(source, OUT, workers=1)
+    server.rule = None
+    orphans = unfinished_uploads(client)
+    assert orphans
+    server.requests.clear()
+    convert_checkpoint(source, OUT)
+    assert server.actions()["ListUploads"] == 1
+    assert objects(client, "out") == expected
+    assert unfinished_uploads(client) == []
