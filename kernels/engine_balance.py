@@ -4,7 +4,8 @@ from .records import EngineClock
 
 VECTOR_COST = 5
 SCALAR_COST = 4
-"""Time of a cycle on VectorE and ScalarE, by their clocks of 0.96 and 1.2 GHz."""
+TENSOR_COST = 2
+"""Time of a cycle on VectorE, ScalarE and TensorE, by their clocks of 0.96, 1.2 and 2.4 GHz."""
 
 SHORTEST = 64
 """Cycles of the shortest instruction."""

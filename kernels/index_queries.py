@@ -22,23 +22,23 @@ class Queries(nl.NKIObject):
 
 
 def load_queries(
-    pool: TilePool, q: nl.ndarray, weights: nl.ndarray, klen: nl.ndarray, first: int, end: int
+    pool: TilePool, q: nl.ndarray, weights: nl.ndarray, klen: nl.ndarray, first: int, end: int, columns: int = BANK_FP32
 ) -> list[Queries]:
-    """Queries `first` to `end`, in groups whose products with a tile of keys fit one PSUM bank."""
+    """Queries `first` to `end`, in groups of at most `columns` heads: with a tile of keys they fit one PSUM bank."""
     heads = q.shape[1]
+    factors = nl.ndarray((P, end - first, heads), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=factors, src=weights[first:end, :].expand_dim(0).broadcast(0, P))
+    lengths = sbuf_tile(pool, "lengths", (P, end - first), nl.int32)
+    nisa.dma_copy(dst=lengths, src=klen[first:end].expand_dim(0).broadcast(0, P))
+    limits = nl.ndarray((P, end - first), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=limits, src=lengths)
     groups = []
-    for start in range(first, end, BANK_FP32 // heads):
-        stop = min(end, start + BANK_FP32 // heads)
-        tokens = stop - start
-        moving = nl.ndarray((P, tokens * heads), dtype=nl.bfloat16, buffer=nl.sbuf)
+    for start in range(first, end, columns // heads):
+        stop = min(end, start + columns // heads)
+        moving = nl.ndarray((P, (stop - start) * heads), dtype=nl.bfloat16, buffer=nl.sbuf)
         _transpose_queries(pool, moving, q[start:stop].flatten_dims(0, 1))
-        factors = nl.ndarray((P, tokens, heads), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=factors, src=weights[start:stop, :].expand_dim(0).broadcast(0, P))
-        lengths = sbuf_tile(pool, "lengths", (P, tokens), nl.int32)
-        nisa.dma_copy(dst=lengths, src=klen[start:stop].expand_dim(0).broadcast(0, P))
-        limits = nl.ndarray((P, tokens), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=limits, src=lengths)
-        groups.append(Queries(start, stop, moving, factors, limits))
+        here, there = start - first, stop - first
+        groups.append(Queries(start, stop, moving, factors[:, here:there, :], limits[:, here:there]))
     return groups
 
 

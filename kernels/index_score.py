@@ -7,7 +7,9 @@ Dimensions, as the docstrings name them:
     tiles       of 128 entries, which lie on the partitions while heads are summed
 
 Products go to PSUM with entries on partitions and heads side by side, so that weighting takes one pass of VectorE and
-summing another, in fp32. Finished scores go back through a transpose, 128 columns of (token, tile) at once.
+summing another, in fp32. Several queries of a sequence are shared between this way and that of index_head_sums, so
+that VectorE and TensorE are busy alike. Finished scores go back through a transpose, 128 columns of (token, tile) at
+once.
 """
 
 from dataclasses import dataclass
@@ -18,8 +20,9 @@ import nki.language as nl
 
 from .constants import MINUS_INFINITY_BITS
 from .hc_layout import token_tiles
+from .index_head_sums import heads_fit, load_weight_column, summed_by_tensor, tensor_sums_first
 from .index_queries import Queries, load_queries, weigh_heads
-from .records import Share, my_share
+from .records import EngineClock, Share, my_share
 from .tile_pool import BANK_FP32, P, TilePool, new_pool, psum_tile, sbuf_tile
 
 CHUNK = 8192
@@ -32,6 +35,14 @@ class Masks(nl.NKIObject):
 
     places: nl.ndarray
     hidden: nl.ndarray
+
+
+@dataclass
+class Group(nl.NKIObject):
+    """Queries that are scored together. `columns` has TensorE's weights fp32 [tokens * heads, 1] if it sums heads."""
+
+    queries: Queries
+    columns: list[nl.ndarray]
 
 
 @nki.jit
@@ -54,7 +65,7 @@ def kernel(q: nl.ndarray, keys: nl.ndarray, weights: nl.ndarray, klen: nl.ndarra
     for sequence in range(sequences):
         for tile in token_tiles(per_sequence):
             first = sequence * per_sequence + tile.first
-            groups = load_queries(pool, q, weights, klen, first, first + tile.rows)
+            groups = _load_groups(pool, q, weights, klen, first, first + tile.rows)
             _score(pool, out, keys[sequence], groups, masks)
     return out
 
@@ -69,17 +80,37 @@ def _masks() -> Masks:
     return Masks(places, hidden.view(nl.float32))
 
 
-def _score(pool: TilePool, out: nl.ndarray, keys: nl.ndarray, groups: list[Queries], masks: Masks) -> None:
+def _load_groups(
+    pool: TilePool, q: nl.ndarray, weights: nl.ndarray, klen: nl.ndarray, first: int, end: int
+) -> list[Group]:
+    """Queries `first` to `end`, shared out so that both ways of summing heads are done at about the same time."""
+    heads = q.shape[1]
+    both = heads_fit(heads) and end - first > 1
+    clock = EngineClock(0, 0)
+    groups = []
+    for queries in load_queries(pool, q, weights, klen, first, end, P if both else BANK_FP32):
+        columns = []
+        if both and tensor_sums_first(clock, queries.end - queries.first, heads):
+            columns.append(load_weight_column(weights, queries.first, queries.end))
+        groups.append(Group(queries, columns))
+    return groups
+
+
+def _score(pool: TilePool, out: nl.ndarray, keys: nl.ndarray, groups: list[Group], masks: Masks) -> None:
     """This program's entries of one sequence: keys bf16 [128, n] in HBM, read once for all groups of queries."""
     mine = _my_entries(out.shape[1])
     for first in range(mine.first, mine.end, CHUNK):
         end = min(mine.end, first + CHUNK)
         chunk = sbuf_tile(pool, "keys", (P, end - first), nl.bfloat16)
         nisa.dma_copy(dst=chunk, src=keys[:, first:end])
-        for queries in groups:
+        for group in groups:
+            queries = group.queries
             for span in _spans(first, end, queries.end - queries.first):
                 stationary = chunk[:, span.first - first : span.end - first]
-                columns = _weighted_sums(pool, stationary, queries)
+                if len(group.columns) > 0:
+                    columns = summed_by_tensor(pool, stationary, queries, group.columns[0])
+                else:
+                    columns = _weighted_sums(pool, stationary, queries)
                 _hide(pool, columns, queries, span.first, masks)
                 _store(pool, out[queries.first : queries.end, span.first : span.end], columns)
 

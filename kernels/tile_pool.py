@@ -54,6 +54,19 @@ def psum_tile(pool: TilePool, shape: tuple[int, ...], dtype: Any) -> nl.ndarray:
     return pool.banks[turn].view(dtype)[0 : shape[0], 0:size].reshape(shape)
 
 
+def psum_sums(pool: TilePool, shape: tuple[int, ...]) -> nl.ndarray:
+    """An fp32 PSUM tile of at most one bank that outlives psum_tile's, to be read before DEPTH others are taken."""
+    turn = _turn(pool, "sums", DEPTH)
+    tiles = pool.tiles.get("sums", [])
+    if turn == len(tiles):
+        tiles.append(nl.ndarray((P, BANK_FP32), dtype=nl.float32, buffer=nl.psum))
+        pool.tiles["sums"] = tiles
+    size = 1
+    for index in range(1, len(shape)):
+        size *= shape[index]
+    return tiles[turn][0 : shape[0], 0:size].reshape(shape)
+
+
 def sbuf_tile(pool: TilePool, role: str, shape: tuple[int, ...], dtype: Any) -> nl.ndarray:
     """An SBUF tile, to be read before DEPTH others of this role and shape are taken."""
     key = f"{role} {shape} {dtype}"

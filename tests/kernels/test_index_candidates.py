@@ -10,7 +10,7 @@ from deepinfer_prep.kernels import attention_reference as reference
 from tests.kernels.test_index_score import Case
 
 with installed():
-    from deepinfer_prep.kernels import index_candidates
+    from deepinfer_prep.kernels import index_candidates, index_score
 
 SIZE = reference.CANDIDATE_BLOCK
 
@@ -31,9 +31,21 @@ class Candidates(Case):
         return run(index_candidates.kernel, self.q, rows, self.weights, self.klen, self.blocks, grid=grid).output
 
     def expected(self) -> torch.Tensor:
-        """The kernel's scores of all entries, at the lists' places."""
+        """The kernel's scores of all entries, each query launched by itself, at the lists' places."""
         entries = self.blocks.long().clamp(min=0).unsqueeze(1) * SIZE + torch.arange(SIZE).unsqueeze(-1)
-        scores = self.run().gather(1, entries.flatten(1)).reshape(entries.shape)
+        each = self.q.shape[0] // self.keys.shape[0]
+        alone = [
+            run(
+                index_score.kernel,
+                self.q[row : row + 1],
+                self.keys[row // each : row // each + 1],
+                self.weights[row : row + 1],
+                self.klen[row : row + 1],
+                self.keys.shape[-1],
+            ).output
+            for row in range(self.q.shape[0])
+        ]
+        scores = torch.cat(alone).gather(1, entries.flatten(1)).reshape(entries.shape)
         return torch.where((self.blocks < 0).unsqueeze(1), -torch.inf, scores)
 
 

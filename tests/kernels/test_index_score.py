@@ -103,12 +103,17 @@ def test_what_lies_behind_the_last_visible_entry_never_shows(junk: float) -> Non
     assert torch.equal(case.run(), sound)
 
 
-def test_nan_in_a_query_stays_in_its_row() -> None:
-    case = Case(5, 200)
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("row", range(8))
+def test_nan_in_a_query_stays_in_its_row(row: int, heads: int) -> None:
+    case = Case(8, 200, heads)
+    case.klen[:] = 200
     sound = case.run()
-    case.q[2, 3, 9] = torch.nan
-    others = [0, 1, 3, 4]
-    assert torch.equal(case.run()[others], sound[others])
+    case.q[row, 3, 9] = torch.nan
+    found = case.run()
+    others = [index for index in range(8) if index != row]
+    assert torch.equal(found[others], sound[others])
+    assert found[row].isnan().all()
 
 
 def test_heads_without_a_positive_product_score_zero() -> None:

@@ -19,6 +19,11 @@ def test_scores_of_one_query_are_bound_by_memory() -> None:
     assert model.pessimistic_ratio < 1.4
 
 
+@pytest.mark.parametrize(("tokens", "most"), [(4, 1.8), (16, 5.0), (128, 17.0)])
+def test_queries_of_one_sequence_keep_tensor_and_vector_engines_busy(tokens: int, most: float) -> None:
+    assert index_model(tokens, 8192).pessimistic_ratio < most
+
+
 def test_large_models_are_the_line_through_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = index_model(2, 65536)
     monkeypatch.setattr(small_models, "LONG", 16384)
