@@ -29,8 +29,9 @@ class Region:
 
     Args:
         function: takes a tuple of tensors [m, ...], a row for each token, then whatever else the part needs; returns
-            tensors [m, ...], in any structure. Tokens must not depend on how many there are.
-        buckets: numbers of tokens to compile for, ascending.
+            tensors [m, ...], in any structure. Tokens must not depend on how many there are, as they do where caches
+            have an axis of sequences and a token's number says which is its own.
+        buckets: numbers of tokens to compile for, ascending; a step that is not among them is padded.
     """
 
     def __init__(self, function: Callable[..., Any], buckets: Sequence[int] = BUCKETS) -> None:
