@@ -137,6 +137,19 @@ def test_the_distance_to_fp32_is_below_what_the_official_tests_allow() -> None:
     assert distance(case.run(), exact) < 5e-6
 
 
+def test_the_distance_with_rounded_weights_and_scores_and_to_values_that_were_never_rounded() -> None:
+    generator = torch.Generator().manual_seed(9)
+    q, keys = torch.randn(4, 32, 128, generator=generator), torch.randn(512, 128, generator=generator)
+    weights = torch.randn(4, 32, generator=generator) * FACTOR
+    case = Case(4, 512)
+    case.klen[:] = 512
+    case.q, case.keys = fp4_round_trip(q), fp4_round_trip(keys).T.contiguous().unsqueeze(0)
+    case.weights = weights.bfloat16().float()
+    found = case.run().bfloat16()
+    assert distance(found, reference.index_score_values(case.q, case.keys, weights, torch.float32)) < 3e-5
+    assert distance(found, reference.index_score_values(q, keys.T.unsqueeze(0), weights, torch.float32)) < 0.02
+
+
 @pytest.mark.skipif(ON_SIMULATOR, reason="flushing is an option of the emulator")
 def test_flushed_subnormals_change_nothing() -> None:
     case = Case(3, 200)

@@ -44,6 +44,22 @@ def test_token_by_token_gives_the_pool_of_the_whole(ratio: int) -> None:
         assert torch.equal(found[0], expected[p // ratio] if complete else torch.zeros(D).bfloat16())
 
 
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_a_ring_of_any_length_may_be_a_part_of_another_tensor(ratio: int) -> None:
+    """138 rows, as serving engines keep, beside what others keep in the same rows."""
+    shared = torch.full((3, 138, 5, D), torch.nan)
+    state = shared[:, :, 1:3]
+    score, latent = tokens(300)
+    expected = pooled(score, latent, ratio)
+    for p in range(0, 300, 6):
+        lens = torch.arange(p + 1, p + 7, dtype=torch.int32)
+        found = decode(state, torch.full((6,), 2), lens, score[p : p + 6], latent[p : p + 6], ratio)
+        assert torch.equal(found[ratio - 1 :: ratio], expected[p // ratio : (p + 6) // ratio])
+    assert torch.equal(state[2, 299 % 138], torch.stack([score[299], latent[299]]))
+    assert shared[:, :, [0, 3, 4]].isnan().all()
+    assert shared[:2].isnan().all()
+
+
 def test_rejected_drafts_are_overwritten() -> None:
     """Five tokens a step, of which two are rejected and come again as others."""
     state = torch.full((1, 16, 2, D), torch.nan)
