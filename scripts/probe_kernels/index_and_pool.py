@@ -64,6 +64,31 @@ def relu_beside_a_nan(scores: Any, weights: Any) -> Any:
 
 
 @nki.jit  # type: ignore[untyped-decorator]
+def sums_on_row_tiles(scores: Any, weights: Any) -> Any:
+    """relu(fp32 [128, 128]) summed with weights fp32 [128, 1] over each 32 partitions, by TensorE: fp32 [128, 4].
+
+    A row tile for each sum, with the scores stationary and one moving column; ScalarE's relu reads PSUM.
+    """
+    tile = loaded(scores)
+    column = loaded(weights)
+    turned = nl.ndarray((P, P), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_transpose(dst=turned, data=tile)
+    positive = nl.ndarray((P, P), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=positive, op=nl.relu, data=turned)
+    sums = nl.ndarray((P, 4), dtype=nl.float32, buffer=nl.psum)
+    for part in range(4):
+        nisa.nc_matmul(
+            dst=sums[:, part : part + 1],
+            stationary=positive[32 * part : 32 * part + 32, :],
+            moving=column[32 * part : 32 * part + 32, :],
+            accumulate=False,
+            tile_position=(32 * part, 0),
+            tile_size=(32, P),
+        )
+    return stored(sums, (P, 4), nl.float32)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
 def sigmoid_far_out(x: Any) -> Any:
     """ScalarE's sigmoid of fp32 [128, 8], and of its negative."""
     tile = loaded(x)
@@ -115,6 +140,12 @@ def index_and_pool_probes() -> tuple[Probe, ...]:
     products = wide.clamp(min=0) * weights
     there = torch.zeros((P, 64), dtype=torch.bool)
     there[2, 4] = True
+    heads = torch.randint(-(2**11), 2**11, (P, P), generator=generator) * 2.0**-8
+    head_weights = torch.randint(-(2**7), 2**7, (P, 1), generator=generator) * 2.0**-5
+    heads[5, 40] = float("nan")
+    summed = (heads.clamp(min=0) * head_weights.T).reshape(P, 4, 32).sum(-1)
+    spoilt = torch.zeros((P, 4), dtype=torch.bool)
+    spoilt[5, 1] = True
     infinite = float("inf")
     far = torch.tensor([2e4, -2e4, infinite, -infinite, 1e30, -1e30, 0.0, 200.0]).repeat(P, 1)
     near = torch.linspace(-12, 12, P * 64).reshape(P, 64)
@@ -126,6 +157,7 @@ def index_and_pool_probes() -> tuple[Probe, ...]:
         Probe(minus_infinity_by_predicate, (scores, hidden), covered, "add -inf after replacing NaN"),
         Probe(transpose_of_fp32, (wide,), wide.T.contiguous(), "store scores in short runs, without a transpose"),
         Probe(relu_beside_a_nan, (nan, weights), products, torch_instead, free=there),
+        Probe(sums_on_row_tiles, (heads, head_weights), summed, "sum heads on VectorE alone", free=spoilt),
         Probe(sigmoid_far_out, (far,), ends, pool_instead, tolerance=2.0**-20),
         Probe(sigmoid_close_in, (near,), torch.sigmoid(near.double()).float(), pool_instead, tolerance=2.0**-20),
         Probe(exp_close_in, (-near.abs(),), (-near.abs()).double().exp().float(), pool_instead, tolerance=2.0**-20),
