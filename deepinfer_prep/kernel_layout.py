@@ -41,6 +41,7 @@ from deepinfer_prep.quantized import Element
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
+U32 = npt.NDArray[np.uint32]
 
 LAYOUT_NAME = "k_major_bands"
 """What a manifest calls this layout."""
@@ -52,11 +53,13 @@ SUFFIX = ".nki"
 """A weight in this layout is stored as U8 under `<weight>.nki`, so that a loader that does not know it fails."""
 
 _PAIR = 2
-"""Columns transposed together, as one 16-bit element."""
+"""Columns transposed together on the way back, as one 16-bit element."""
+_QUAD = 4
+"""Columns transposed together on the way there, as one 32-bit element."""
 _TILE_BYTES = 1024
 """Columns of a tile: 512 rows of them stay in a cache of half a megabyte."""
 _MOST_TILES = 2
-"""Tiles that one operation goes through, one after the other: fewer would hand Python's lock around more often."""
+"""Tiles that one operation goes through on the way back: fewer would hand Python's lock around more often."""
 _PADDING = 8
 """Bytes between rows that are read or written across: without, they would share a few sets of the cache."""
 
@@ -126,8 +129,8 @@ def slice_runs(n: int, row_bytes: int, rows: tuple[int, int], columns: tuple[int
 class Transposer:
     """Puts bands into the kernels' order and back, in memory that it keeps: new memory costs as much as the work.
 
-    A few tiles of columns at a time go through it, in pairs of columns. Casts part and join the pairs: they take 32
-    bytes an instruction, while a strided copy of bytes takes one.
+    Tiles of columns go through it, a few columns as one element. Casts part and join them: they take 32 bytes an
+    instruction, while a strided copy of bytes takes one.
 
     Args:
         memory: `MEMORY_BYTES` of it, aligned to 8 bytes; None for memory of its own.
@@ -141,21 +144,27 @@ class Transposer:
         self._tiles, self._columns, self._pairs = memory[:padded], memory[padded : 2 * padded], memory[2 * padded :]
 
     def to_kernel_order(self, stored: U8, out: U8, element: Element) -> None:
-        """Transpose one band: stored bytes [rows, row bytes] into out [row bytes, rows], both contiguous."""
+        """Transpose one band: stored bytes [rows, row bytes] into out [row bytes, rows], both contiguous.
+
+        A cast keeps an element's lowest byte, and each of the four bytes of a quad is the lowest of the element that
+        begins there: four casts part the quads.
+        """
         rows, row_bytes = stored.shape
-        for slab in _slabs(row_bytes):
-            tiles, pairs = self._memory_of(slab, rows)
-            part = slice(slab.first, slab.end)
-            np.copyto(tiles, stored[:, part].reshape(rows, slab.tiles, slab.width).transpose(1, 0, 2))
-            np.copyto(pairs, tiles.view(np.uint16).transpose(0, 2, 1))
-            _recode(pairs, element, _FP4_TO_KERNEL)
-            parted = out[part].reshape(slab.tiles, -1, _PAIR, rows)
-            np.copyto(parted[:, :, 0], pairs, casting="unsafe")
-            np.right_shift(pairs, 8, out=pairs)
-            np.copyto(parted[:, :, 1], pairs, casting="unsafe")
-        if row_bytes % _PAIR:
-            out[-1] = stored[:, -1]
-            _recode(out[-1], element, _FP4_TO_KERNEL)
+        whole = row_bytes - row_bytes % _QUAD
+        for first in range(0, whole, _TILE_BYTES):
+            part = slice(first, min(first + _TILE_BYTES, whole))
+            width = part.stop - first
+            tile = _padded(self._tiles, rows, width)
+            quads = self._columns[: rows * width].view(np.uint32).reshape(-1, rows)
+            np.copyto(tile, stored[:, part])
+            np.copyto(quads, tile.view(np.uint32).T)
+            _recode(quads, element, _FP4_TO_KERNEL)
+            parted = out[part].reshape(-1, _QUAD, rows)
+            for byte in range(_QUAD):
+                from_there = np.ndarray(quads.shape, quads.dtype, self._columns.data, offset=byte)
+                np.copyto(parted[:, byte], from_there, casting="unsafe")
+        np.copyto(out[whole:], stored[:, whole:].T)
+        _recode(out[whole:], element, _FP4_TO_KERNEL)
 
     def to_stored_order(self, band: U8, out: U8, element: Element) -> None:
         """Undo `to_kernel_order`: a band's bytes [row bytes, rows] into out [rows, row bytes], both contiguous."""
@@ -244,7 +253,7 @@ _FP4_TO_KERNEL = bytes(fp4_byte(stored) for stored in range(256))
 _FP4_TO_STORED = bytes(_FP4_TO_KERNEL.index(byte) for byte in range(256))
 
 
-def _recode(codes: U8 | U16, element: Element, table: bytes) -> None:
+def _recode(codes: U8 | U16 | U32, element: Element, table: bytes) -> None:
     """Look every byte of contiguous fp4 codes up in a table."""
     if element == "e2m1":
         flat = codes.reshape(-1).view(np.uint8)
