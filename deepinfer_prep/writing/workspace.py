@@ -62,7 +62,9 @@ class Workspace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self.output.status(WORKSPACE_NAME) is not None and self.root.status(JOURNAL_NAME) is None:
+            # After its publication another run's workspace may stand in this one's place.
+            is_here = _is_same(self.output.status(WORKSPACE_NAME), self.root.status())
+            if is_here and self.root.status(JOURNAL_NAME) is None:
                 self.discard()  # Nothing in it could be resumed.
         finally:
             self.files.close()
@@ -132,11 +134,21 @@ class Workspace:
         It gets another name first: a run that waits for the lock then finds it gone rather than half removed,
         and what cannot be removed does not fail a finished run (NFS keeps the lock file until it is closed).
         """
-        self._remove_discarded()
-        self.output.replace(WORKSPACE_NAME, self.output, DISCARDED_NAME)
+        self._set_aside()
         with suppress(OSError):
             self.output.sync()  # Else a power cut could bring it back half removed.
         self._remove_discarded()
+
+    def _set_aside(self) -> None:
+        for attempt in range(_LOCK_ATTEMPTS):
+            self._remove_discarded()
+            try:
+                self.output.replace(WORKSPACE_NAME, self.output, DISCARDED_NAME)
+            except OSError as error:  # Another run is just removing one that it had discarded.
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt + 1 == _LOCK_ATTEMPTS:
+                    raise
+            else:
+                return
 
     def _remove_discarded(self) -> None:
         with suppress(OSError):

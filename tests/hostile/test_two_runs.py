@@ -14,6 +14,8 @@ import pytest
 
 from deepinfer_prep import Progress, convert_checkpoint, verify_checkpoint
 from deepinfer_prep.convert import discard_unfinished
+from deepinfer_prep.files.folders import Folder
+from deepinfer_prep.naming import DISCARDED_NAME
 from deepinfer_prep.writing import local_target as module
 from deepinfer_prep.writing.workspace import Workspace
 from tests.hostile.checkpoints import MANIFEST, WORKSPACE, convert, published
@@ -131,6 +133,36 @@ def test_processes_that_start_together(source: Path, scratch: Path) -> None:
         for errors, status in ends:
             assert status == 0 or "another conversion is writing" in errors or "already holds a finished" in errors
         assert tree(output) == tree(scratch / "expected")
+
+
+def test_a_run_that_has_published_leaves_the_next_ones_workspace_alone(scratch: Path) -> None:
+    output = scratch / "out"
+    with Workspace(output) as first:
+        first.discard()
+        second = Workspace(output)
+    with second:
+        assert (output / WORKSPACE / "lock").exists()
+        second.discard()
+    assert os.listdir(output) == []
+
+
+def test_a_run_waits_while_another_one_removes_what_it_discarded(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, real, calls = scratch / "out", Folder.remove_tree, []
+
+    def slow(folder: Folder, name: str) -> None:
+        calls.append(name)
+        if len(calls) > 2:
+            real(folder, name)
+
+    with Workspace(output) as workspace:
+        (output / DISCARDED_NAME).mkdir()
+        (output / DISCARDED_NAME / "left").write_text("by another run")
+        monkeypatch.setattr(Folder, "remove_tree", slow)
+        workspace.discard()
+    assert os.listdir(output) == []
+    assert calls.count(DISCARDED_NAME) > 3
 
 
 def test_a_killed_run_does_not_keep_its_lock(source: Path, scratch: Path) -> None:
