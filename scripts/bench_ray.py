@@ -4,8 +4,9 @@
     python scripts/bench_ray.py driver /dev/shm/bench --segments 100000
     python scripts/bench_ray.py lost-node /dev/shm/bench --size 2GB --rounds 5
 
-`nodes`: two nodes, each confined to a processor of its own, against one, with the data in memory where FOLDER is. `driver`: what each segment
-costs the process that hands out the work, where the work itself is next to nothing, and how its memory grows.
+`nodes`: two nodes, each confined to a processor of its own, against one, with the data in memory where FOLDER is; both
+convert, and verify against the source, which computes the same bytes and takes no new memory. `driver`: what each
+segment costs the process that hands out the work, where the work itself is next to nothing, and how its memory grows.
 `lost-node`: one of three nodes is killed at a random moment, and the output is compared with that of threads.
 """
 
@@ -26,7 +27,7 @@ import click
 from kill_test import fingerprint
 from make_checkpoint import SampleOptions, write_checkpoint
 
-from deepinfer_prep import Progress, convert_checkpoint
+from deepinfer_prep import Progress, convert_checkpoint, verify_checkpoint
 from deepinfer_prep.engines import ray_engine
 from deepinfer_prep.files import segments
 from deepinfer_prep.files.sizes import format_size, parse_size
@@ -41,8 +42,8 @@ from deepinfer_prep.writing.target import Block, BlockWriter, Chunks
 from deepinfer_prep.writing.workspace import Workspace
 
 _SEGMENTS_A_FILE = 80
-_CONVERSIONS = 3
-"""Of each cluster; what counts."""
+_REPEATED = 3
+"""Runs of each cluster that count."""
 _AHEAD_BYTES = 512 * 1024 * 1024
 _NODE = {"num_cpus": 1, "object_store_memory": 80 * 1024 * 1024}
 
@@ -141,20 +142,27 @@ def main() -> None:
 @click.option("--size", default="2GB", show_default=True)
 @click.option("--rounds", default=3, show_default=True)
 def nodes(folder: Path, size: str, rounds: int) -> None:
-    """Time conversions on one node and on two, in turn; a task has one thread, so that a node is one processor."""
-    source = sample(folder, size)
-    taken: dict[int, list[float]] = {1: [], 2: []}
+    """Time one node and two in turn; a task has one thread, so that a node is one processor."""
+    source, output = sample(folder, size), folder / "output"
+    taken: dict[tuple[str, int], list[float]] = {
+        (what, count): [] for what in ("convert", "verify") for count in (1, 2)
+    }
     for _ in range(rounds):
-        for count, seconds in taken.items():
+        for count in (1, 2):
             with confined_cluster(count) as started, ray_engine.connect(started.address, threads=1) as engine:
-                runs = [convert_anew(source, folder / "output", engine) for _ in range(1 + _CONVERSIONS)]
-            shutil.rmtree(folder / "output")
-            seconds += runs[1:]  # The first starts the workers' processes.
-            rates = ", ".join(f"{run:.2f}" for run in runs[1:])
-            click.echo(f"{count} node{'s' * (count - 1)}: {rates} s ({load()})")
-    one, two = (statistics.median(taken[count]) for count in (1, 2))
-    best = min(taken[1]) / min(taken[2])
-    click.echo(f"medians: {one:.2f} s and {two:.2f} s: {one / two:.2f} times as fast; the best of each: {best:.2f}")
+                runs = {
+                    "convert": [convert_anew(source, output, engine) for _ in range(1 + _REPEATED)],
+                    "verify": [verify_again(source, output, engine) for _ in range(1 + _REPEATED)],
+                }
+            shutil.rmtree(output)
+            for what, seconds in runs.items():
+                taken[what, count] += seconds[1:]  # The first starts the workers' processes, or fetches pages.
+                shown = ", ".join(f"{one:.2f}" for one in seconds[1:])
+                click.echo(f"{what}, {count} node{'s' * (count - 1)}: {shown} s ({load()})")
+    for what in ("convert", "verify"):
+        one, two = (statistics.median(taken[what, count]) for count in (1, 2))
+        best = min(taken[what, 1]) / min(taken[what, 2])
+        click.echo(f"{what}: medians {one:.2f} and {two:.2f} s, {one / two:.2f} times as fast; best of each {best:.2f}")
 
 
 class Spare:
@@ -188,6 +196,14 @@ def convert_anew(source: Path, output: Path, engine: ray_engine.RayEngine) -> fl
     seconds = convert_checkpoint(source, output, workers=1, engine=engine, progress=Spare(earlier)).seconds
     shutil.rmtree(earlier, ignore_errors=True)
     return seconds
+
+
+def verify_again(source: Path, output: Path, engine: ray_engine.RayEngine) -> float:
+    """Recompute every byte of the output; seconds."""
+    result = verify_checkpoint(output, source=source, engine=engine)
+    if not result.ok:
+        raise click.ClickException(f"the output differs: {result.first}")
+    return result.seconds
 
 
 @main.command()
