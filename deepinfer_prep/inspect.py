@@ -136,7 +136,7 @@ def summarise(
         ),
         split=plan.split,
         activation_scales=plan.activation_scales,
-        laid_out=tuple(plan.laid_out),
+        laid_out=plan.laid_out_weights,
         unscaled=plan.unscaled,
         scan=scanned,
         warnings=plan.warnings + told,
@@ -192,7 +192,8 @@ def _weight_kinds(plan: Plan) -> dict[str, tuple[str, str, str]]:
             kinds[quantized.scale] = ("fp8 scale", "", "doubled")
         else:
             kinds[quantized.weight] = ("fp4 weight", f"{scale} {block}", f"copied{order}")
-            kinds[quantized.scale] = ("fp4 scale", "", "copied")
+            order = IN_KERNELS_ORDER if quantized.scale in plan.laid_out else ""
+            kinds[quantized.scale] = ("fp4 scale", "", f"copied{order}")
     return kinds
 
 

@@ -24,13 +24,16 @@ nibble and `s aaa` the low one, the stored byte `t bbb s aaa` becomes `t s bbb a
 low nibble's code as an e5m2 number (2^-14 of its value), and a signed shift right by one, masked with 0x9C, the high
 nibble's as an e4m3 number (2^-6 of its value); the stored order takes VectorE twice the steps.
 
-Scales stay in their stored order.
+Scales of fp4 weights, one for each row and 32 columns, lie in the same bands: then a rank that takes columns reads
+exactly its part of them as well. Kernels load scales row-major, so these are put back while they are read, a sixteenth
+of their weight's bytes. Scales of fp8 blocks, a thousandth of theirs, stay in their stored order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +42,9 @@ import stringzilla
 from deepinfer_prep.kernels.constants import BAND_ROWS, TWO_CORE_N_MULTIPLE
 from deepinfer_prep.quantized import Element
 
+Content = Element | Literal["e8m0"]
+"""What the bytes of a tensor in bands stand for; e2m1 alone has its bits arranged anew."""
+
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
@@ -46,11 +52,8 @@ U32 = npt.NDArray[np.uint32]
 LAYOUT_NAME = "k_major_bands"
 """What a manifest calls this layout."""
 
-LAYOUT_VERSION = 1
-"""Counts changes of the order of bytes."""
-
-SUFFIX = ".nki"
-"""A weight in this layout is stored as U8 under `<weight>.nki`, so that a loader that does not know it fails."""
+LAYOUT_VERSION = 2
+"""Counts changes of the order of bytes. 2: scales of fp4 weights lie in bands as well."""
 
 _PAIR = 2
 """Columns transposed together on the way back, as one 16-bit element."""
@@ -143,7 +146,7 @@ class Transposer:
         padded = _MOST_TILES * BAND_ROWS * (_TILE_BYTES + _PADDING)
         self._tiles, self._columns, self._pairs = memory[:padded], memory[padded : 2 * padded], memory[2 * padded :]
 
-    def to_kernel_order(self, stored: U8, out: U8, element: Element) -> None:
+    def to_kernel_order(self, stored: U8, out: U8, content: Content) -> None:
         """Transpose one band: stored bytes [rows, row bytes] into out [row bytes, rows], both contiguous.
 
         A cast keeps an element's lowest byte, and each of the four bytes of a quad is the lowest of the element that
@@ -158,15 +161,15 @@ class Transposer:
             quads = self._columns[: rows * width].view(np.uint32).reshape(-1, rows)
             np.copyto(tile, stored[:, part])
             np.copyto(quads, tile.view(np.uint32).T)
-            _recode(quads, element, _FP4_TO_KERNEL)
+            _recode(quads, content, _FP4_TO_KERNEL)
             parted = out[part].reshape(-1, _QUAD, rows)
             for byte in range(_QUAD):
                 from_there = np.ndarray(quads.shape, quads.dtype, self._columns.data, offset=byte)
                 np.copyto(parted[:, byte], from_there, casting="unsafe")
         np.copyto(out[whole:], stored[:, whole:].T)
-        _recode(out[whole:], element, _FP4_TO_KERNEL)
+        _recode(out[whole:], content, _FP4_TO_KERNEL)
 
-    def to_stored_order(self, band: U8, out: U8, element: Element) -> None:
+    def to_stored_order(self, band: U8, out: U8, content: Content) -> None:
         """Undo `to_kernel_order`: a band's bytes [row bytes, rows] into out [rows, row bytes], both contiguous."""
         row_bytes, rows = band.shape
         for slab in _slabs(row_bytes):
@@ -176,14 +179,14 @@ class Transposer:
             np.copyto(pairs, parted[:, :, 1])
             np.left_shift(pairs, 8, out=pairs)
             np.bitwise_or(pairs, parted[:, :, 0], out=pairs)
-            _recode(pairs, element, _FP4_TO_STORED)
+            _recode(pairs, content, _FP4_TO_STORED)
             columns = _padded(self._columns, slab.tiles * slab.width // _PAIR, _PAIR * rows).view(np.uint16)
             np.copyto(columns.reshape(pairs.shape), pairs)
             np.copyto(tiles.view(np.uint16), columns.reshape(pairs.shape).transpose(0, 2, 1))
             np.copyto(out[:, part].reshape(rows, slab.tiles, slab.width), tiles.transpose(1, 0, 2))
         if row_bytes % _PAIR:
             last = band[-1].copy()
-            _recode(last, element, _FP4_TO_STORED)
+            _recode(last, content, _FP4_TO_STORED)
             out[:, -1] = last
 
     def _memory_of(self, slab: _Slab, rows: int) -> tuple[U8, U16]:
@@ -222,25 +225,25 @@ def _padded(memory: U8, rows: int, size: int) -> U8:
     return memory[: rows * (size + _PADDING)].reshape(rows, -1)[:, :size]
 
 
-def weight_to_kernel_order(stored: U8, element: Element) -> U8:
+def weight_to_kernel_order(stored: U8, content: Content) -> U8:
     """A whole weight, uint8 [n, row bytes], in this layout: the same shape, other bytes."""
     n, row_bytes = stored.shape
     out = np.empty_like(stored, order="C")
     transposer = Transposer()
     for band in bands(n):
         target = out[band.first : band.end].reshape(row_bytes, band.rows)
-        transposer.to_kernel_order(np.ascontiguousarray(stored[band.first : band.end]), target, element)
+        transposer.to_kernel_order(np.ascontiguousarray(stored[band.first : band.end]), target, content)
     return out
 
 
-def weight_to_stored_order(weight: U8, element: Element) -> U8:
+def weight_to_stored_order(weight: U8, content: Content) -> U8:
     """Undo `weight_to_kernel_order`."""
     n, row_bytes = weight.shape
     out = np.empty_like(weight, order="C")
     transposer = Transposer()
     for band in bands(n):
         source = np.ascontiguousarray(weight[band.first : band.end]).reshape(row_bytes, band.rows)
-        transposer.to_stored_order(source, out[band.first : band.end], element)
+        transposer.to_stored_order(source, out[band.first : band.end], content)
     return out
 
 
@@ -253,8 +256,8 @@ _FP4_TO_KERNEL = bytes(fp4_byte(stored) for stored in range(256))
 _FP4_TO_STORED = bytes(_FP4_TO_KERNEL.index(byte) for byte in range(256))
 
 
-def _recode(codes: U8 | U16 | U32, element: Element, table: bytes) -> None:
+def _recode(codes: U8 | U16 | U32, content: Content, table: bytes) -> None:
     """Look every byte of contiguous fp4 codes up in a table."""
-    if element == "e2m1":
+    if content == "e2m1":
         flat = codes.reshape(-1).view(np.uint8)
         stringzilla.translate(flat.data, table, out=flat)

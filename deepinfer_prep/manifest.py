@@ -31,20 +31,30 @@ from deepinfer_prep.quantized import Element
 FORMAT_VERSION = 2
 """2: the sidecar lies in a folder of its own. 1 (deepinfer-prep 0.1.0): it lay beside the shards."""
 LAID_OUT_FORMAT_VERSION = 3
-"""Version 2 with weights in the kernels' order, which readers of version 2 alone would take for something else."""
+"""Version 2 with tensors in the kernels' order, which readers of version 2 alone would take for something else."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutRecord:
-    """That a weight's bytes stand in another order than the source's: the tensor is then U8, under another name."""
+    """That a tensor's bytes stand in another order than the source's: it is then U8, under another name."""
 
     name: str
     """Of the layout, `kernel_layout.LAYOUT_NAME`."""
     version: int
     dtype: str
-    """Of the weight, as safetensors calls it."""
+    """Of the source's tensor, as safetensors calls it."""
     shape: tuple[int, ...]
-    """Of the weight; the tensor has the same."""
+    """Of either tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOutTensor:
+    """What a tensor of the output holds whose bytes stand in the kernels' order."""
+
+    name: str
+    """Of the source's tensor."""
+    layout: LayoutRecord
+    content: kernel_layout.Content
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +63,8 @@ class WeightRecord:
 
     `element` is "e4m3" (halved) or "e2m1" (two values a byte, as stored). `block` is how many rows and
     logical columns one scale value covers, None where nothing states it. `kernel_scale` names the tensor of
-    e8m0 bytes that the kernels take; where it is None, `reason` says why there is none. `layout` is there where
-    the bytes stand in the kernels' order; the key is absent for any other weight.
+    e8m0 bytes that the kernels take; where it is None, `reason` says why there is none. `layout` and
+    `scale_layout` are there where the bytes of weight and scale stand in the kernels' order, and absent elsewhere.
     """
 
     element: Element
@@ -63,10 +73,16 @@ class WeightRecord:
     kernel_scale: str | None
     reason: str = ""
     layout: LayoutRecord | None = None
+    scale_layout: LayoutRecord | None = None
 
     def tensor(self, weight: str) -> str:
         """The name of the tensor that holds the weight of this name."""
         return weight if self.layout is None else weight + LAID_OUT_SUFFIX
+
+    @property
+    def scale_tensor(self) -> str:
+        """The name of the tensor that holds the scale."""
+        return self.scale if self.scale_layout is None else self.scale + LAID_OUT_SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +142,26 @@ class Manifest:
     source_url: str = ""
     """Address and commit of a source on the Hugging Face hub; the key is absent for any other source."""
 
+    @property
+    def laid_out(self) -> dict[str, LaidOutTensor]:
+        """What stands in the kernels' order, by the names of the tensors that hold it."""
+        found = {}
+        for weight, record in self.weights.items():
+            if record.layout is not None:
+                found[record.tensor(weight)] = LaidOutTensor(weight, record.layout, record.element)
+            if record.scale_layout is not None:
+                found[record.scale_tensor] = LaidOutTensor(record.scale, record.scale_layout, "e8m0")
+        return found
+
     def to_json(self) -> bytes:
         """The manifest's text; the same manifest always gives the same bytes."""
         data = {**asdict(self), "counts": self.counts.to_json()}
         if not self.source_url:
             del data["source_url"]
         for weight in data["weights"].values():
-            if weight["layout"] is None:
-                del weight["layout"]
+            for layout in _LAYOUT_FIELDS:
+                if weight[layout] is None:
+                    del weight[layout]
         return json.dumps(data, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
@@ -185,7 +213,7 @@ def parse_manifest(text: bytes, path: Place) -> Manifest:
         return _manifest(data)
     except _OtherLayoutError as error:
         raise ManifestError(
-            f"{path}: the weights' bytes stand in the layout {error}, but this version of deepinfer-prep reads "
+            f"{path}: bytes of weights stand in the layout {error}, but this version of deepinfer-prep reads "
             f"{kernel_layout.LAYOUT_NAME!r} version {kernel_layout.LAYOUT_VERSION}. Use the version that wrote it, or "
             "convert the checkpoint again."
         ) from None
@@ -316,20 +344,25 @@ def _file(value: Any, where: str) -> FileRecord:
 
 
 def _weight(value: Any, where: str) -> WeightRecord:
-    if not isinstance(value, dict) or "layout" not in value:
+    if not isinstance(value, dict):
         return _plain_weight(value, where)
-    plain = {name: item for name, item in value.items() if name != "layout"}
-    return replace(_plain_weight(plain, where), layout=_layout(value["layout"]))
+    plain = _plain_weight({name: item for name, item in value.items() if name not in _LAYOUT_FIELDS}, where)
+    found = {name: _layout(value[name], name) for name in _LAYOUT_FIELDS if name in value}
+    weight, scale = found.get("layout"), found.get("scale_layout")
+    fits = scale is None or (weight is not None and weight.shape[:-1] == scale.shape[:-1])
+    _expect(fits, "weights, scale_layout", "a scale of the rows of a weight in this layout", value.get("scale_layout"))
+    return replace(plain, layout=weight, scale_layout=scale)
 
 
-def _layout(value: Any) -> LayoutRecord:
-    where = "weights, layout"
+def _layout(value: Any, field: str) -> LayoutRecord:
+    where = f"weights, {field}"
     found = _fields(value, where, ("name", "version", "dtype", "shape"))
     name, version = _text(found["name"], where), _count(found["version"], where)
     if (name, version) != (kernel_layout.LAYOUT_NAME, kernel_layout.LAYOUT_VERSION):
         raise _OtherLayoutError(f"{shorten(name)} version {version}")
     dtype, shape = _text(found["dtype"], where), found["shape"]
-    _expect(dtype in _LAID_OUT_DTYPES, where, " or ".join(_LAID_OUT_DTYPES), dtype)
+    dtypes = _LAYOUT_FIELDS[field]
+    _expect(dtype in dtypes, where, " or ".join(dtypes), dtype)
     is_shape = isinstance(shape, list) and len(shape) in (2, 3)
     _expect(is_shape and all(_count(size, where) > 0 for size in shape), where, "two or three sizes", shape)
     return LayoutRecord(name, version, dtype, tuple(shape))
@@ -363,7 +396,11 @@ def _plain_weight(value: Any, where: str) -> WeightRecord:
 
 
 _MANIFEST_FIELDS = tuple(field.name for field in fields(Manifest))
-_WEIGHT_FIELDS = tuple(field.name for field in fields(WeightRecord) if field.name != "layout")
+_LAYOUT_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "layout": ("F8_E4M3", "I8", "U8"),
+    "scale_layout": ("F8_E8M0", "U8"),
+}
+"""Fields that are there for tensors in the kernels' order, each with the dtypes that these have in the source."""
+_WEIGHT_FIELDS = tuple(field.name for field in fields(WeightRecord) if field.name not in _LAYOUT_FIELDS)
 _FORMAT_VERSIONS = (FORMAT_VERSION, LAID_OUT_FORMAT_VERSION)
-_LAID_OUT_DTYPES = ("F8_E4M3", "I8", "U8")
 _DIGEST = re.compile("[0-9a-f]{32}")

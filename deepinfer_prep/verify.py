@@ -160,9 +160,8 @@ def _check_segments(
     files = dict(_file_checks(opened, manifest, plan))
     halved = (record.tensor(name) for name, record in manifest.weights.items() if record.element == "e4m3")
     laid_out = {
-        record.tensor(name): LaidOut(name, BandedWeight(record.layout.shape, record.element))
-        for name, record in manifest.weights.items()
-        if record.layout is not None
+        stored: LaidOut(one.name, BandedWeight(one.layout.shape, one.content))
+        for stored, one in manifest.laid_out.items()
     }
     work = CheckSegment(files, frozenset({*halved, *manifest.unscaled}), laid_out)
     meter = Meter(progress, "verify", sum(file.state.size for file in files.values()))

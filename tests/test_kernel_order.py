@@ -42,6 +42,10 @@ SHAPES = {
     "odd_columns": ("e4m3", (64, 96)),
 }
 MOVED = {name for name in SHAPES if not name.startswith("odd")}
+MOVED_TENSORS = {f"{name}.weight": SHAPES[name][0] for name in MOVED} | {
+    f"{name}.scale": "e8m0" for name in MOVED if SHAPES[name][0] == "e2m1"
+}
+"""What the bytes of each moved tensor stand for."""
 MANIFEST = "neuron_manifest.json"
 INDEX = "model.safetensors.index.json"
 
@@ -76,15 +80,15 @@ def tensors_of(folder: Path) -> dict[str, tuple[str, np.ndarray]]:
     return found
 
 
-def test_gemm_weights_are_moved_within_their_bands_and_everything_else_stays(stored: Path, laid_out: Path) -> None:
+def test_gemm_weights_and_fp4_scales_are_moved_within_their_bands_and_everything_else_stays(
+    stored: Path, laid_out: Path
+) -> None:
     before, after = tensors_of(stored), tensors_of(laid_out)
-    moved = {f"{name}.weight" for name in MOVED}
-    assert after.keys() == {name + ".nki" if name in moved else name for name in before}
+    assert after.keys() == {name + ".nki" if name in MOVED_TENSORS else name for name in before}
     for name, (dtype, content) in before.items():
-        if name in moved:
-            element = SHAPES[name.removesuffix(".weight")][0]
+        if name in MOVED_TENSORS:
             assert after[name + ".nki"][0] == "U8"
-            assert np.array_equal(after[name + ".nki"][1], in_kernel_order(content, element)), name
+            assert np.array_equal(after[name + ".nki"][1], in_kernel_order(content, MOVED_TENSORS[name])), name
         else:
             assert after[name][0] == dtype
             assert np.array_equal(after[name][1], content), name
@@ -92,13 +96,13 @@ def test_gemm_weights_are_moved_within_their_bands_and_everything_else_stays(sto
 
 def test_the_index_names_moved_weights_as_the_shards_do(source: Path, laid_out: Path) -> None:
     before, after = (json.loads((folder / INDEX).read_text()) for folder in (source, laid_out))
-    renamed = {f"{name}.weight": f"{name}.weight.nki" for name in MOVED}
+    renamed = {name: f"{name}.nki" for name in MOVED_TENSORS}
     assert after["weight_map"] == {renamed.get(name, name): file for name, file in before["weight_map"].items()}
     assert list(after["weight_map"]) == [renamed.get(name, name) for name in before["weight_map"]]
     assert after["metadata"] == before["metadata"]
 
 
-def test_the_manifest_says_which_layout_and_what_the_weight_was(laid_out: Path) -> None:
+def test_the_manifest_says_which_layout_and_what_the_tensors_were(laid_out: Path) -> None:
     manifest = json.loads((laid_out / MANIFEST).read_text())
     assert manifest["format_version"] == 3
     assert manifest["options"]["layout"] == "kernel"
@@ -106,17 +110,23 @@ def test_the_manifest_says_which_layout_and_what_the_weight_was(laid_out: Path) 
         record = manifest["weights"][f"{name}.weight"]
         if name in MOVED:
             dtype = "F8_E4M3" if element == "e4m3" else "I8"
-            layout = {"name": "k_major_bands", "version": 1, "dtype": dtype, "shape": list(shape)}
+            layout = {"name": "k_major_bands", "version": 2, "dtype": dtype, "shape": list(shape)}
             assert record["layout"] == layout
         else:
             assert "layout" not in record
+        if element == "e2m1":
+            grid = [*shape[:-1], shape[-1] // 16]
+            layout = {"name": "k_major_bands", "version": 2, "dtype": "F8_E8M0", "shape": grid}
+            assert record["scale_layout"] == layout
+        else:
+            assert "scale_layout" not in record
 
 
 def test_the_default_layout_is_what_it_was(stored: Path) -> None:
     manifest = json.loads((stored / MANIFEST).read_text())
     assert manifest["format_version"] == 2
     assert "layout" not in manifest["options"]
-    assert not any("layout" in record for record in manifest["weights"].values())
+    assert not any({"layout", "scale_layout"} & record.keys() for record in manifest["weights"].values())
 
 
 def test_tables_and_weights_whose_kernel_only_their_values_decide_stay(sample: Path, tmp_path: Path) -> None:
@@ -168,14 +178,16 @@ def test_ranges_and_chunks_do_not_change_the_bytes(
     folder = write_checkpoint(tmp_path_factory.mktemp("range"), weights(wanted, with_nan=True))
     plan = plan_conversion(open_checkpoint(folder), KERNEL)
     plain = plan_conversion(open_checkpoint(folder), Options())
-    assert len(plan.laid_out) == len(wanted)
+    fp4_scales = sum(element == "e2m1" for element, _ in wanted.values())
+    assert len(plan.laid_out_weights) == len(wanted)
+    assert len(plan.laid_out) == len(wanted) + fp4_scales
     whole, whole_tally = computed(plain.files[0], [], 3_000_000)
     expected = bytearray(plan.files[0].header + whole[len(plain.files[0].header) :])
     for tensor in plain.files[0].tensors:
         if tensor.name in plan.laid_out:
             start = len(plan.files[0].header) + tensor.start
             stored_bytes = np.frombuffer(expected[start : start + tensor.nbytes], np.uint8).reshape(tensor.shape)
-            moved = in_kernel_order(stored_bytes, plan.laid_out[tensor.name].element)
+            moved = in_kernel_order(stored_bytes, plan.laid_out[tensor.name].content)
             expected[start : start + tensor.nbytes] = moved.tobytes()
     found, tally = computed(plan.files[0], cuts, chunk)
     assert found == bytes(expected)
@@ -314,8 +326,8 @@ def test_the_commands_take_the_option_and_say_what_they_did(source: Path, tmp_pa
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("version", 2, "version 2, but this version of deepinfer-prep reads"),
-        ("name", "other", "the layout 'other' version 1"),
+        ("version", 1, "version 1, but this version of deepinfer-prep reads"),
+        ("name", "other", "the layout 'other' version 2"),
         ("shape", [0, 128], "two or three sizes"),
         ("shape", [128], "two or three sizes"),
         ("dtype", "BF16", "F8_E4M3 or I8 or U8"),
@@ -324,6 +336,26 @@ def test_the_commands_take_the_option_and_say_what_they_did(source: Path, tmp_pa
 def test_a_manifest_of_another_layout_is_refused(laid_out: Path, field: str, value: object, message: str) -> None:
     manifest = json.loads((laid_out / MANIFEST).read_text())
     manifest["weights"]["small.weight"]["layout"][field] = value
+    with pytest.raises(ManifestError) as caught:
+        parse_manifest(json.dumps(manifest).encode(), laid_out / MANIFEST)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale_layout": {"dtype": "F32"}}, "F8_E8M0 or U8 at weights, scale_layout"),
+        ({"scale_layout": {"shape": [512, 8]}}, "a scale of the rows of a weight in this layout"),
+        ({"layout": None}, "the fields name, version, dtype, shape"),
+    ],
+)
+def test_a_layout_of_a_scale_that_does_not_fit_is_refused(
+    laid_out: Path, change: dict[str, dict[str, object] | None], message: str
+) -> None:
+    manifest = json.loads((laid_out / MANIFEST).read_text())
+    record = manifest["weights"]["fp4.weight"]
+    for field, values in change.items():
+        record[field] = None if values is None else record[field] | values
     with pytest.raises(ManifestError) as caught:
         parse_manifest(json.dumps(manifest).encode(), laid_out / MANIFEST)
     assert message in str(caught.value)

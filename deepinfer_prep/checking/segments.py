@@ -27,7 +27,7 @@ from deepinfer_prep.writing.output_bytes import Tally, output_chunks
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """A weight whose bytes stand in the kernels' order: its name, and where each byte belongs."""
+    """A tensor whose bytes stand in the kernels' order: its name, and where each byte belongs."""
 
     name: str
     bytes: BandedWeight
@@ -46,7 +46,7 @@ class SegmentCheck:
     fp8: frozenset[str]
     """The tensors whose codes have to mean the same on the hardware."""
     laid_out: Mapping[str, LaidOut]
-    """The tensors that hold weights in the kernels' order."""
+    """The tensors whose bytes stand in the kernels' order."""
     expected: OutputFile | None
 
     @property
@@ -201,7 +201,7 @@ def _at(check: SegmentCheck, offset: int, problem: str) -> Difference:
 
 
 def _in_tensor(check: SegmentCheck, tensor: TensorInfo, offset: int, problem: str) -> Difference:
-    """A difference at a byte of a tensor; of a weight in the kernels' order, at the byte that stands there."""
+    """A difference at a byte of a tensor; of one in the kernels' order, at the byte that stands there."""
     laid_out = check.laid_out.get(tensor.name)
     if laid_out is not None and offset < laid_out.bytes.nbytes:
         return Difference(check.name, problem, laid_out.name, laid_out.bytes.stored_offset(offset))

@@ -42,9 +42,13 @@ def check_sidecar(output: OpenOutput, manifest: Manifest) -> Iterator[Difference
 def _expect_kernel_scale(
     output: OpenOutput, weight: str, record: WeightRecord, expected: dict[str, SidecarTensor]
 ) -> Iterator[Difference]:
-    if record.kernel_scale is None or record.tensor(weight) not in output.main or record.scale not in output.main:
+    if (
+        record.kernel_scale is None
+        or record.tensor(weight) not in output.main
+        or record.scale_tensor not in output.main
+    ):
         return
-    scale = output.main[record.scale]
+    scale = output.main[record.scale_tensor]
     quantized = QuantizedWeight(weight, record.scale, record.element, record.block)
     kernel_scale = plan_kernel_scale(quantized, output.main[record.tensor(weight)].tensor, scale.tensor)
     if record.kernel_scale == record.scale:

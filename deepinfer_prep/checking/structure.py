@@ -12,7 +12,7 @@ from deepinfer_prep.files.checkpoint import Shard, check_index, read_index, read
 from deepinfer_prep.files.container import Location
 from deepinfer_prep.files.storage import FileState, Place
 from deepinfer_prep.files.untrusted import leads_out
-from deepinfer_prep.manifest import Manifest, WeightRecord
+from deepinfer_prep.manifest import LayoutRecord, Manifest
 from deepinfer_prep.naming import INDEX_SUFFIX, MANIFEST_NAME, MARKER, SHARD_SUFFIX, SIDECAR_FOLDER, SIDECAR_INDEX
 from deepinfer_prep.quantized import Element
 
@@ -119,8 +119,11 @@ def _check_names(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]
         if record.layout is None:
             yield from _check_dtype(output.main, weight, _WEIGHT_DTYPES[record.element])
         else:
-            yield from _check_laid_out(output.main, weight, record)
-        yield from _check_present(output.main, record.scale)
+            yield from _check_laid_out(output.main, weight, record.tensor(weight), record.layout)
+        if record.scale_layout is None:
+            yield from _check_present(output.main, record.scale)
+        else:
+            yield from _check_laid_out(output.main, record.scale, record.scale_tensor, record.scale_layout)
         if record.kernel_scale is not None and record.kernel_scale != record.scale:
             yield from _check_present(output.in_sidecar, record.kernel_scale)
     for name in manifest.unscaled:
@@ -131,15 +134,16 @@ def _check_names(output: OpenOutput, manifest: Manifest) -> Iterator[Difference]
         yield from _check_dtype(output.in_sidecar, split.lo, ("BF16",))
 
 
-def _check_laid_out(tensors: Mapping[str, Location], weight: str, record: WeightRecord) -> Iterator[Difference]:
-    name = record.tensor(weight)
-    yield from _check_dtype(tensors, name, ("U8",))
-    if weight in tensors:
-        problem = f"{name!r} is the weight in the kernels' order; under its own name a loader takes bytes for row-major"
-        yield Difference(tensors[weight].path.name, problem, weight)
-    if name in tensors and record.layout is not None and tensors[name].tensor.shape != record.layout.shape:
-        problem = f"expected the shape {list(record.layout.shape)}, found {list(tensors[name].tensor.shape)}"
+def _check_laid_out(
+    tensors: Mapping[str, Location], name: str, stored: str, layout: LayoutRecord
+) -> Iterator[Difference]:
+    yield from _check_dtype(tensors, stored, ("U8",))
+    if name in tensors:
+        problem = f"{stored!r} holds it in the kernels' order; under its own name a loader takes bytes for row-major"
         yield Difference(tensors[name].path.name, problem, name)
+    if stored in tensors and tensors[stored].tensor.shape != layout.shape:
+        problem = f"expected the shape {list(layout.shape)}, found {list(tensors[stored].tensor.shape)}"
+        yield Difference(tensors[stored].path.name, problem, stored)
 
 
 def _check_present(tensors: Mapping[str, Location], name: str) -> Iterator[Difference]:

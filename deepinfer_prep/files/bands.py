@@ -1,4 +1,4 @@
-"""A weight in the kernels' order as bytes in a file: which of them belong to one band, and where each one came from."""
+"""A tensor in the kernels' order as bytes in a file: which of them belong to one band, and where each one came from."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from deepinfer_prep.kernel_layout import Band, bands
-from deepinfer_prep.quantized import Element
+from deepinfer_prep.kernel_layout import Band, Content, bands
 
 
 @lru_cache(256)  # A model has few heights of weights, and every band of each of them is looked up.
@@ -19,14 +18,14 @@ def _bands_of(rows: int) -> tuple[Band, ...]:
 
 @dataclass(frozen=True, slots=True)
 class BandedWeight:
-    """A weight, or a stack of weights whose rows are cut into bands each for itself.
+    """A weight or its scale, or a stack of either, each of whose matrices has its rows cut into bands for itself.
 
-    All offsets are in bytes from the weight's first one. A band has the same place and size in either order.
+    All offsets are in bytes from the first one. A band has the same place and size in either order.
     """
 
     shape: tuple[int, ...]
     """[rows, bytes of a row], or with a first axis of matrices."""
-    element: Element
+    content: Content
 
     @property
     def rows(self) -> int:

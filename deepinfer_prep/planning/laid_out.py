@@ -1,9 +1,10 @@
-"""Which weights are written in the kernels' order, and under which names the output then holds them."""
+"""Which tensors are written in the kernels' order, and under which names the output then holds them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from deepinfer_prep.errors import CheckpointError
 from deepinfer_prep.files.bands import BandedWeight
@@ -20,14 +21,27 @@ LAID_OUT_DTYPE = "U8"
 """Bytes in the kernels' order are no fp8 values in their places, and are not declared as such."""
 
 
-def choose_laid_out(checkpoint: Checkpoint, weights: Iterable[PlannedWeight]) -> dict[str, BandedWeight]:
-    """The weights that a GEMM kernel takes for certain, as headers tell."""
-    return {
+def choose_laid_out(checkpoint: Checkpoint, weights: Collection[PlannedWeight]) -> dict[str, BandedWeight]:
+    """The weights that a GEMM kernel takes for certain, as headers tell, and the scales of fp4 ones."""
+    chosen = {
         quantized.weight: BandedWeight(checkpoint.tensors[quantized.weight].shape, quantized.element)
         for weight in weights
         for quantized in (weight.quantized,)
         if _is_taken(checkpoint.tensors[quantized.weight], weight)
     }
+    return chosen | dict(_scales(checkpoint, weights, chosen))
+
+
+def _scales(
+    checkpoint: Checkpoint, weights: Collection[PlannedWeight], chosen: Mapping[str, BandedWeight]
+) -> Iterator[tuple[str, BandedWeight]]:
+    """The kernels' scales of fp4 weights: each lies in the bands of its weight, which has to be the only one."""
+    users = Counter(weight.quantized.scale for weight in weights)
+    for weight in weights:
+        name = weight.quantized.scale
+        is_kernel_scale = weight.quantized.element == "e2m1" and isinstance(weight.kernel_scale, Stored)
+        if is_kernel_scale and weight.quantized.weight in chosen and users[name] == 1:
+            yield name, BandedWeight(checkpoint.tensors[name].shape, "e8m0")
 
 
 def _is_taken(tensor: TensorInfo, weight: PlannedWeight) -> bool:

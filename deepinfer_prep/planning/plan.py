@@ -47,7 +47,7 @@ class Operation(enum.Enum):
 class Run:
     """Bytes start..end of a data section that take one operation; `dtype` is that of a scale to double.
 
-    With `banded` they are one weight that is also put into the kernels' order.
+    With `banded` they are one tensor that is also put into the kernels' order.
     """
 
     start: int
@@ -112,11 +112,17 @@ class Plan:
     operations: Mapping[str, Operation] = field(repr=False)
     """Operation of every tensor that is not copied, by name."""
     laid_out: Mapping[str, BandedWeight] = field(repr=False)
-    """The weights whose bytes are put into the kernels' order."""
+    """The weights, and scales of weights, whose bytes are put into the kernels' order."""
     warnings: tuple[str, ...]
     refusals: tuple[Reason, ...]
     fingerprint: str
     """xxh3-128 over the names, sizes and headers of the source's files."""
+
+    @property
+    def laid_out_weights(self) -> tuple[str, ...]:
+        """The weights among `laid_out`."""
+        weights = (weight.quantized.weight for weight in self.weights)
+        return tuple(name for name in weights if name in self.laid_out)
 
     @property
     def output_bytes(self) -> int:

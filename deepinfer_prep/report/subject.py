@@ -146,20 +146,16 @@ def _read_output(path: Place) -> Subject:
 
 
 def _under_own_names(output: OpenOutput, manifest: Manifest) -> dict[str, Location]:
-    """The tensors of the shards, weights in the kernels' order as the source names and declares them.
+    """The tensors of the shards, those in the kernels' order as the source names and declares them.
 
-    Which codes a weight holds is the same in either order; of e4m3 weights no more than that is shown.
+    Which codes a tensor holds is the same in either order; of such tensors no more than that is shown.
     """
-    laid_out = {
-        record.tensor(name): (name, record.layout)
-        for name, record in manifest.weights.items()
-        if record.layout is not None
-    }
+    laid_out = manifest.laid_out
     tensors = {}
     for stored, location in output.main.items():
         if stored in laid_out:
-            name, layout = laid_out[stored]
-            location = replace(location, tensor=location.tensor._replace(name=name, dtype=layout.dtype))
+            one = laid_out[stored]
+            location = replace(location, tensor=location.tensor._replace(name=one.name, dtype=one.layout.dtype))
         tensors[location.tensor.name] = location
     return tensors
 
@@ -212,7 +208,7 @@ def _output_kinds(
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
     done = {**_DONE, "activation scale": activation, "sidecar": "made"}
-    laid_out = {name for name, record in manifest.weights.items() if record.layout is not None}
+    laid_out = {one.name for one in manifest.laid_out.values()}
     located = [(roles.get(name, "other"), location.tensor) for name, location in tensors.items()]
     located += [("sidecar", location.tensor) for location in in_sidecar.values()]
     for role, tensor in located:

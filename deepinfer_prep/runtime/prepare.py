@@ -85,7 +85,7 @@ def attach(weight: torch.Tensor, scale: torch.Tensor) -> None:
         raise NoKernelScaleError(f"a weight of shape {list(weight.shape)} is no matrix or stack of matrices")
     if not weight.is_contiguous():
         raise NoKernelScaleError("the weight is not row-major in memory, and a copy would not be the same storage")
-    is_fp4 = weight.dtype in FP4_DTYPES if order is None else order.element == "e2m1"
+    is_fp4 = weight.dtype in FP4_DTYPES if order is None else order.content == "e2m1"
     derive = kernel_scales.e2m1_scales if is_fp4 else kernel_scales.e4m3_scales
     found = derive(content, scale)
     setattr(weight, KERNEL_WEIGHT, content.detach().view(torch.uint8))
@@ -128,7 +128,7 @@ def _holds_above_240(weight: torch.Tensor) -> bool:
     if weight.device.type == "meta":
         raise NoKernelScaleError("the weight is on the meta device; load it first")
     order = order_of(weight)
-    is_e4m3 = weight.dtype == torch.float8_e4m3fn if order is None else order.element == "e4m3"
+    is_e4m3 = weight.dtype == torch.float8_e4m3fn if order is None else order.content == "e4m3"
     if not is_e4m3 or not holds_above_240(spans_of(weight)):
         return False
     if neuron.computes_in_e4m3():

@@ -77,7 +77,7 @@ class BandWriter:
             first = run.start + offset - low
             part = slice(first, first + band.rows * weight.row_bytes)
             ordered = out[part].reshape(weight.row_bytes, band.rows)
-            self._transposer.to_kernel_order(stored[part].reshape(band.rows, -1), ordered, weight.element)
+            self._transposer.to_kernel_order(stored[part].reshape(band.rows, -1), ordered, weight.content)
 
 
 class _Memory:

@@ -28,7 +28,11 @@ from deepinfer_prep.writing.output_bytes import Tally
 def weight_records(plan: Plan, weights: Iterable[PlannedWeight]) -> dict[str, WeightRecord]:
     """The record of every quantized weight, by its name; `weights` as `choose_contents` returns them."""
     return {
-        name: replace(_weight_record(weight), layout=_layout_record(plan, name))
+        name: replace(
+            _weight_record(weight),
+            layout=_layout_record(plan, name),
+            scale_layout=_layout_record(plan, weight.quantized.scale),
+        )
         for weight in weights
         for name in (weight.quantized.weight,)
     }

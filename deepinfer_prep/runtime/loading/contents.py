@@ -50,9 +50,9 @@ class StoredTensor(NamedTuple):
     start: int
     """Offset of its first byte in the file."""
     banded: BandedWeight | None = None
-    """Of a weight that is stored in the kernels' order."""
+    """Of a tensor that is stored in the kernels' order."""
     is_restored: bool = False
-    """Whether it is read row-major all the same: the weight itself, and not the bytes that are stored for it."""
+    """Whether it is read row-major all the same: the tensor itself, and not the bytes that are stored for it."""
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +71,7 @@ class StoredTensor(NamedTuple):
 class Contents:
     """A finished output's manifest, and every tensor of its shards and its sidecar, in the order of the files.
 
-    A weight in the kernels' order is there twice: as it is, under its own name, and as it is stored.
+    One in the kernels' order is there twice: as it is, under its own name, and as it is stored.
     """
 
     manifest: Manifest
@@ -173,27 +173,24 @@ def _stored(folder: Place, file: str, header: Header, info: TensorInfo) -> Store
 def _with_restored(
     folder: Place, manifest: Manifest, tensors: Mapping[str, StoredTensor]
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """All tensors, before each weight in the kernels' order the same weight row-major.
+    """All tensors, before each one in the kernels' order the same row-major.
 
     Raises:
-        ManifestError: what is stored for a weight is not as the manifest says.
+        ManifestError: what is stored for one is not as the manifest says.
     """
-    weights = {record.tensor(name): name for name, record in manifest.weights.items() if record.layout is not None}
+    laid_out = manifest.laid_out
     for stored, tensor in tensors.items():
-        if stored not in weights:
+        if stored not in laid_out:
             yield stored, tensor
             continue
-        name = weights[stored]
-        record = manifest.weights[name]
-        layout = record.layout
-        assert layout is not None
+        name, layout = laid_out[stored].name, laid_out[stored].layout
         if name in tensors or (tensor.dtype, tensor.shape) != (torch.uint8, layout.shape):
             beside = f" beside {name!r}" if name in tensors else ""
             raise ManifestError(
                 f"{folder / tensor.file}: tensor {stored!r} is {tensor.dtype} {list(tensor.shape)}{beside}, but "
                 f"{MANIFEST_NAME} says that it holds {name!r}, as torch.uint8 {list(layout.shape)}. {_VERIFY}"
             )
-        banded = BandedWeight(layout.shape, record.element)
+        banded = BandedWeight(layout.shape, laid_out[stored].content)
         yield name, tensor._replace(name=name, dtype=TORCH_DTYPES[layout.dtype], banded=banded, is_restored=True)
         yield stored, tensor._replace(banded=banded)
 
@@ -218,8 +215,8 @@ def _grids(manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> Iterator[
 def _named_tensors(manifest: Manifest) -> Iterator[str]:
     for name, weight in manifest.weights.items():
         yield weight.tensor(name)
-        yield weight.scale
-        if weight.kernel_scale is not None:
+        yield weight.scale_tensor
+        if weight.kernel_scale not in (None, weight.scale):
             yield weight.kernel_scale
     for name, split in manifest.split.items():
         yield from (name, split.hi, split.lo)

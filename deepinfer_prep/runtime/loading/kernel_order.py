@@ -51,7 +51,7 @@ def kernel_order_of(checkpoint: PreparedCheckpoint, value: Assembly, attachments
 def reorder(weight: BandedWeight, content: torch.Tensor) -> None:
     """Put a row-major weight, uint8 on the CPU and contiguous, into the kernels' order where it is."""
     for matrix in content.view(-1, weight.rows, weight.row_bytes).numpy():
-        matrix[:] = weight_to_kernel_order(matrix, weight.element)
+        matrix[:] = weight_to_kernel_order(matrix, weight.content)
 
 
 def _matrices(pieces: Sequence[SourcePart]) -> Iterator[list[SourcePart]]:

@@ -10,8 +10,7 @@ import torch
 
 from deepinfer_prep import fp8
 from deepinfer_prep.files.storage import MOST_BUFFERS
-from deepinfer_prep.kernel_layout import Transposer
-from deepinfer_prep.quantized import Element
+from deepinfer_prep.kernel_layout import Content, Transposer
 from deepinfer_prep.runtime.loading.banded_layout import BandedLayout
 from deepinfer_prep.runtime.loading.byte_layout import ByteRuns, FileLayout
 from deepinfer_prep.runtime.loading.remote_file import RemoteTensorFile
@@ -175,7 +174,7 @@ class Restore:
     band_rows: int
     rows: Range
     """Of the band."""
-    element: Element
+    content: Content
     out: torch.Tensor
     """[rows, columns in bytes]"""
 
@@ -193,7 +192,7 @@ class Restore:
         ordered, restored = scratch[:size], scratch[LIMIT_BYTES:][:size].reshape(self.band_rows, columns)
         self.file.read_scattered([ordered.data], self.start)
         transposer = Transposer(scratch[2 * LIMIT_BYTES :])
-        transposer.to_stored_order(ordered.reshape(columns, self.band_rows), restored, self.element)
+        transposer.to_stored_order(ordered.reshape(columns, self.band_rows), restored, self.content)
         self.out.copy_(torch.from_numpy(restored[slice(*self.rows)]))
         return size
 
@@ -258,7 +257,7 @@ def restore_transfers(fill: RestoredFill) -> Iterator[Transfer]:
                 start + column * one.band.rows,
                 one.band.rows,
                 (one.first_row, one.end_row),
-                fill.layout.weight.element,
+                fill.layout.weight.content,
                 target[:, column : min(column + step, one.columns)],
             )
 
