@@ -59,8 +59,10 @@ _PAIR = 2
 """Columns transposed together on the way back, as one 16-bit element."""
 _QUAD = 4
 """Columns transposed together on the way there, as one 32-bit element."""
+_WIDE_TILE_BYTES = 2560
+"""Columns that go there at once: less would hand Python's lock around more often, more need not be faster."""
 _TILE_BYTES = 1024
-"""Columns of a tile: 512 rows of them stay in a cache of half a megabyte."""
+"""Columns of a tile on the way back: 512 rows of them stay in a cache of half a megabyte."""
 _MOST_TILES = 2
 """Tiles that one operation goes through on the way back: fewer would hand Python's lock around more often."""
 _PADDING = 8
@@ -139,12 +141,15 @@ class Transposer:
         memory: `MEMORY_BYTES` of it, aligned to 8 bytes; None for memory of its own.
     """
 
-    MEMORY_BYTES = 2 * _MOST_TILES * BAND_ROWS * (_TILE_BYTES + _PADDING) + _MOST_TILES * BAND_ROWS * _TILE_BYTES
+    _PADDED_BYTES = _MOST_TILES * BAND_ROWS * (_TILE_BYTES + _PADDING)
+    _WIDE_BYTES = BAND_ROWS * (_WIDE_TILE_BYTES + _PADDING)
+    MEMORY_BYTES = max(2 * _PADDED_BYTES + _MOST_TILES * BAND_ROWS * _TILE_BYTES, 2 * _WIDE_BYTES)
 
     def __init__(self, memory: U8 | None = None) -> None:
         memory = np.empty(self.MEMORY_BYTES, np.uint8) if memory is None else memory[: self.MEMORY_BYTES]
-        padded = _MOST_TILES * BAND_ROWS * (_TILE_BYTES + _PADDING)
+        padded = self._PADDED_BYTES
         self._tiles, self._columns, self._pairs = memory[:padded], memory[padded : 2 * padded], memory[2 * padded :]
+        self._wide, self._quads = memory[: self._WIDE_BYTES], memory[self._WIDE_BYTES :]
 
     def to_kernel_order(self, stored: U8, out: U8, content: Content) -> None:
         """Transpose one band: stored bytes [rows, row bytes] into out [row bytes, rows], both contiguous.
@@ -154,17 +159,17 @@ class Transposer:
         """
         rows, row_bytes = stored.shape
         whole = row_bytes - row_bytes % _QUAD
-        for first in range(0, whole, _TILE_BYTES):
-            part = slice(first, min(first + _TILE_BYTES, whole))
+        for first in range(0, whole, _WIDE_TILE_BYTES):
+            part = slice(first, min(first + _WIDE_TILE_BYTES, whole))
             width = part.stop - first
-            tile = _padded(self._tiles, rows, width)
-            quads = self._columns[: rows * width].view(np.uint32).reshape(-1, rows)
+            tile = _padded(self._wide, rows, width)
+            quads = self._quads[: rows * width].view(np.uint32).reshape(-1, rows)
             np.copyto(tile, stored[:, part])
             np.copyto(quads, tile.view(np.uint32).T)
             _recode(quads, content, _FP4_TO_KERNEL)
             parted = out[part].reshape(-1, _QUAD, rows)
             for byte in range(_QUAD):
-                from_there = np.ndarray(quads.shape, quads.dtype, self._columns.data, offset=byte)
+                from_there = np.ndarray(quads.shape, quads.dtype, self._quads.data, offset=byte)
                 np.copyto(parted[:, byte], from_there, casting="unsafe")
         np.copyto(out[whole:], stored[:, whole:].T)
         _recode(out[whole:], content, _FP4_TO_KERNEL)
