@@ -112,15 +112,15 @@ def test_every_code_and_scale_is_dequantized_exactly(name: str, m: int) -> None:
 @all_gemms
 @pytest.mark.parametrize("m", ROWS)
 def test_two_cores_equal_one_bit_for_bit(gemm: Gemm, m: int) -> None:
-    for n, k in ((256, 384), (768, 1280)):
-        case = make_case(gemm, m, n, k)
-        one, two = run(gemm.kernel(1), *case.arguments), run(gemm.kernel(2), *case.arguments, grid=2)
-        assert torch.equal(one.output.view(torch.int16), two.output.view(torch.int16)), (n, k)
+    n, k = ((768, 1280), (256, 384))[ROWS.index(m) % 2]
+    case = make_case(gemm, m, n, k)
+    one, two = run(gemm.kernel(1), *case.arguments), run(gemm.kernel(2), *case.arguments, grid=2)
+    assert torch.equal(one.output.view(torch.int16), two.output.view(torch.int16))
 
 
 @emulator_only
 @all_gemms
-@pytest.mark.parametrize("m", [1, 16, 64, 200])
+@pytest.mark.parametrize("m", [1, 64])
 @pytest.mark.parametrize("fill", [fill for fill in FILLS if fill != "lowest scales"])
 def test_flushing_subnormals_changes_nothing(gemm: Gemm, m: int, fill: str) -> None:
     case = make_case(gemm, m, *size_for(m, fill), fill)
