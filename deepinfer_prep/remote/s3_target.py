@@ -181,6 +181,7 @@ class S3Run:
             PrepError: a step failed; the same command goes on from there.
         """
         workspace, text = self._workspace, manifest.to_json()
+        self._require_run(len(text))
         workspace.write_ready(text)
         if not self._is_published(MANIFEST_NAME, len(text)):
             workspace.delete([MANIFEST_NAME])
@@ -191,6 +192,22 @@ class S3Run:
             in_parallel(lambda name: self._publish_file(name, manifest.files[name].size), wanted)
         workspace.put_object(MANIFEST_NAME, memoryview(text))
         workspace.clear()
+
+    def _require_run(self, manifest_size: int) -> None:
+        """Stop before anything is removed where the prefix is another run's by now.
+
+        Two that begin at the same moment may each take the other's beginnings for what an older run left.
+        """
+        run = self._workspace.read_run()
+        if run is not None and run[0] == self._workspace.run_id:
+            return
+        if run is None and self._is_published(MANIFEST_NAME, manifest_size):
+            return  # By an equal run beside this one, which has tidied up.
+        raise ConversionError(
+            f"{self._place}: another conversion has taken this prefix over since this one began. What it wrote is as "
+            "it was. Run the command again.",
+            code="taken-over",
+        )
 
     def _older(self, manifest: Manifest) -> list[str]:
         """Indexes, which are written again last, and shards that are not of this output.

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from deepinfer_prep import convert_checkpoint, verify_checkpoint
+from deepinfer_prep import Progress, convert_checkpoint, verify_checkpoint
 from deepinfer_prep.cli.main import main
 from deepinfer_prep.errors import PrepError
 from deepinfer_prep.remote.s3_workspace import ROOT
+from tests.raises import raises_code
 from tests.remote.buckets import objects, unfinished_uploads, upload
 from tests.remote.conftest import SMALL
 from tests.remote.s3_server import BUCKET, Request, S3Server
@@ -200,6 +201,27 @@ def test_two_equal_runs_side_by_side_leave_one_correct_output(
     assert all(code == 0 or "Run the command again" in text or "already holds" in text for text, code in ends), ends
     found = {name: data for name, data in objects(client, "out").items() if not name.startswith(ROOT)}
     assert found == expected
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("is_finished", [False, True], ids=["still writing", "published and gone"])
+def test_a_run_whose_prefix_was_taken_over_removes_nothing(client: Any, source: Path, is_finished: bool) -> None:
+    theirs = {"neuron_manifest.json": b"{}", "model.safetensors.index.json": b"{}"}
+
+    def take_over(progress: Progress) -> None:
+        if progress.stage == "convert" and progress.done == progress.total:
+            for name, data in theirs.items():
+                client.put_object(Bucket=BUCKET, Key=f"out/{name}", Body=data)
+            run = f"out/{ROOT}run.json"
+            if is_finished:
+                client.delete_object(Bucket=BUCKET, Key=run)
+            else:
+                client.put_object(Bucket=BUCKET, Key=run, Body=b'{"format": 1, "id": "theirs", "identity": {}}')
+
+    with raises_code("taken-over"):
+        convert_checkpoint(source, OUT, progress=take_over)
+    found = objects(client, "out")
+    assert {name: found[name] for name in found if not name.startswith(ROOT)} == theirs
 
 
 @pytest.mark.usefixtures("small_segments")
